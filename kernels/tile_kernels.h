@@ -1,0 +1,32 @@
+// The inner loops of the host shuffle, one set per instruction set. Internal to kernels/; everyone
+// else goes through kernels/shuffle.h.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/shuffle.h"
+
+namespace shardprep {
+
+// Writes tiles [0, tiles) of one row block, contiguous, to `out`. rows[k] points at the first byte
+// of row k of the block (TileRows of the tile's kind) and has tiles * TileCols readable bytes.
+using TileLoop = void (*)(const uint8_t* const* rows, int64_t tiles, uint8_t* out);
+
+// Writes the E8M0 tiles of one row block whose rows end inside a tile: native_cols % 8 != 0 and
+// native_cols > 8. Reads native_cols bytes of each row; the columns of the last tile beyond them
+// take the bytes of `pattern`, whose first native_cols % 8 bytes are 0.
+using E8m0EdgeLoop = void (*)(const uint8_t* const* rows, int64_t native_cols, uint64_t pattern,
+                              uint8_t* out);
+
+struct TileKernels {
+  TileLoop k16x16;
+  TileLoop k16x16_streaming;  // non-temporal stores; `out` must be 64-byte aligned
+  TileLoop e8m0;
+  E8m0EdgeLoop e8m0_edge;
+  TileLoop n32k4;
+};
+
+// `isa` must be supported by this CPU.
+const TileKernels& GetTileKernels(HostIsa isa);
+
+}  // namespace shardprep

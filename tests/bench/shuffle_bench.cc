@@ -1,0 +1,188 @@
+// Host shuffle against memcpy of as many bytes, alternately in one run, with buffers allocated and
+// touched before. Counter `ratio` is the shuffle's speed over memcpy's (medians).
+//
+// Geometry: rank shards of 8 of a model with hidden size 7168 and intermediate size 3072, 4-bit
+// weights, a scale byte for 32 elements. Two ways to call:
+//   block   one call again and again, from a source that is in cache to an output that stays there,
+//           against memcpy in cache: what a call costs.
+//   stream  what a worker does: a source larger than the cache, read once in blocks of rows, each
+//           block shuffled into reused output blocks of all ranks that need it, against memcpy of
+//           as many bytes from as large a source into the same blocks.
+//   whole   one call from a source to an output that are both larger than the cache, against one
+//           memcpy. Wanted: ratio >= 1 for weights, >= 0.5 for scales.
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernels/shuffle.h"
+
+namespace shardprep {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int64_t kBlockBytes = int64_t{256} << 10;
+constexpr int64_t kLargeBytes = int64_t{96} << 20;
+
+struct Geometry {
+  const char* name;
+  LayoutId layout;
+  int64_t rows;         // of an expert
+  int64_t native_cols;  // of one rank
+  int64_t ranks;        // that share a source row
+};
+
+constexpr Geometry kGeometries[] = {
+    {"w13/aiter-16x16", LayoutId::kAiter16x16, 768, 3584, 1},
+    {"w13/aiter-16x16-gate-up", LayoutId::kAiter16x16GateUp, 768, 3584, 1},
+    {"w2/aiter-16x16", LayoutId::kAiter16x16, 7168, 192, 8},
+    {"w13_scale/aiter-e8m0", LayoutId::kAiterE8m0, 768, 224, 1},
+    {"w13_scale/aiter-e8m0-gate-up", LayoutId::kAiterE8m0GateUp, 768, 224, 1},
+    {"w2_scale/aiter-e8m0", LayoutId::kAiterE8m0, 7168, 12, 8},
+    {"w2_scale/aiter-e8m0-expert", LayoutId::kAiterE8m0Expert, 7168, 12, 8},
+    {"w13_scale/aiter-n32k4", LayoutId::kAiterN32K4, 768, 224, 1},
+    {"w2_scale/aiter-n32k4", LayoutId::kAiterN32K4, 7168, 12, 8},
+};
+
+double Median(std::vector<double> seconds) {
+  const auto middle = seconds.begin() + static_cast<int64_t>(seconds.size() / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
+}
+
+double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+struct Freed {
+  void operator()(uint8_t* buffer) const { std::free(buffer); }
+};
+using Buffer = std::unique_ptr<uint8_t, Freed>;
+
+Buffer TouchedBuffer(int64_t bytes) {
+  const size_t size = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
+  Buffer buffer(static_cast<uint8_t*>(std::aligned_alloc(4096, size)));
+  if (buffer == nullptr) std::abort();
+  for (size_t k = 0; k < size; ++k) buffer.get()[k] = static_cast<uint8_t>(k * 31);
+  return buffer;
+}
+
+ShuffleJob JobOf(const Geometry& geometry) {
+  return {geometry.layout, RowOrder::kAsIs, geometry.rows, geometry.native_cols,
+          geometry.native_cols};
+}
+
+// Whole pairs of row blocks with about `bytes` bytes.
+int64_t RowsFor(const ShuffleJob& job, int64_t row_bytes, int64_t bytes) {
+  const int64_t step = 2 * BlockRows(job);
+  return std::max<int64_t>(bytes / row_bytes / step, 1) * step;
+}
+
+// Times shuffle() and copy(), which both write `bytes`, in turn. shuffle() returns whether it
+// worked.
+template <typename Shuffle, typename Copy>
+void Compare(benchmark::State& state, int64_t bytes, Shuffle shuffle, Copy copy) {
+  std::vector<double> shuffle_seconds;
+  std::vector<double> memcpy_seconds;
+  for (auto _ : state) {
+    const Clock::time_point shuffle_start = Clock::now();
+    if (!shuffle()) {
+      state.SkipWithError("shuffle failed");
+      return;
+    }
+    benchmark::ClobberMemory();
+    shuffle_seconds.push_back(SecondsSince(shuffle_start));
+    const Clock::time_point memcpy_start = Clock::now();
+    copy();
+    benchmark::ClobberMemory();
+    memcpy_seconds.push_back(SecondsSince(memcpy_start));
+    state.SetIterationTime(shuffle_seconds.back());
+  }
+  const double shuffled = Median(shuffle_seconds);
+  const double copied = Median(memcpy_seconds);
+  state.counters["shuffle_GBps"] = static_cast<double>(bytes) / shuffled / 1e9;
+  state.counters["memcpy_GBps"] = static_cast<double>(bytes) / copied / 1e9;
+  state.counters["ratio"] = copied / shuffled;
+}
+
+// One call for one rank; the source is one rank wide and `bytes` long.
+void OneCall(benchmark::State& state, const Geometry& geometry, HostIsa isa, int64_t bytes) {
+  ShuffleJob job = JobOf(geometry);
+  job.rows = RowsFor(job, OutputCols(job), bytes);
+  const Buffer source = TouchedBuffer(job.rows * job.native_cols);
+  const int64_t out_bytes = job.rows * OutputCols(job);
+  const Buffer out = TouchedBuffer(out_bytes);
+  const RowsView view{source.get(), job.native_cols, 0, job.rows};
+  const std::unique_ptr<Shuffler> shuffler = MakeHostShuffler(isa);
+  const Buffer plain = TouchedBuffer(out_bytes);
+  Compare(
+      state, out_bytes,
+      [&] {
+        return shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out.get()).ok();
+      },
+      [&] { std::memcpy(out.get(), plain.get(), static_cast<size_t>(out_bytes)); });
+}
+
+void Stream(benchmark::State& state, const Geometry& geometry, HostIsa isa) {
+  ShuffleJob job = JobOf(geometry);
+  const int64_t source_cols = geometry.native_cols * geometry.ranks;
+  const int64_t step = RowsFor(job, source_cols, kBlockBytes);
+  const int64_t steps = kLargeBytes / (step * source_cols);
+  job.rows = steps * step;
+  const int64_t piece_bytes = step * OutputCols(job);
+  const Buffer source = TouchedBuffer(job.rows * source_cols);
+  const Buffer plain = TouchedBuffer(steps * piece_bytes * geometry.ranks);
+  const Buffer out = TouchedBuffer(piece_bytes * geometry.ranks);
+  const std::unique_ptr<Shuffler> shuffler = MakeHostShuffler(isa);
+  const auto shuffle = [&] {
+    bool all = true;
+    for (int64_t row = 0; row < job.rows; row += step) {
+      for (int64_t rank = 0; rank < geometry.ranks; ++rank) {
+        const RowsView view{source.get() + rank * job.native_cols, source_cols, 0, job.rows};
+        uint8_t* to = out.get() + rank * piece_bytes;
+        all =
+            shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), row, row + step, to).ok() && all;
+      }
+    }
+    return all;
+  };
+  const auto copy = [&] {
+    for (int64_t piece = 0; piece < steps * geometry.ranks; ++piece) {
+      std::memcpy(out.get() + piece % geometry.ranks * piece_bytes,
+                  plain.get() + piece * piece_bytes, static_cast<size_t>(piece_bytes));
+    }
+  };
+  Compare(state, steps * piece_bytes * geometry.ranks, shuffle, copy);
+}
+
+void Register(const std::string& name, std::function<void(benchmark::State&)> run) {
+  benchmark::RegisterBenchmark(name.c_str(), std::move(run))->UseManualTime()->MinTime(0.2);
+}
+
+bool RegisterAll() {
+  for (const HostIsa isa : SupportedHostIsas()) {
+    for (const Geometry& geometry : kGeometries) {
+      const std::string name = MakeHostShuffler(isa)->name() + "/" + geometry.name;
+      Register(name + "/block",
+               [=](benchmark::State& state) { OneCall(state, geometry, isa, kBlockBytes); });
+      Register(name + "/stream", [=](benchmark::State& state) { Stream(state, geometry, isa); });
+      Register(name + "/whole",
+               [=](benchmark::State& state) { OneCall(state, geometry, isa, kLargeBytes); });
+    }
+  }
+  return true;
+}
+
+[[maybe_unused]] const bool registered = RegisterAll();
+
+}  // namespace
+}  // namespace shardprep

@@ -176,6 +176,7 @@ class HostShuffler final : public Shuffler {
       const int present = GatherRows(job, views, row, block_rows, rows);
       writer.Write(rows, present, out);
     }
+    if (streaming) kernels_.end_streaming();
     return absl::OkStatus();
   }
 

@@ -37,8 +37,11 @@ void ScalarE8m0Edge(const uint8_t* const* rows, int64_t native_cols, uint64_t pa
   ScalarTiles<TileKind::kE8m0>(word_rows, 1, out + full_tiles * 256);
 }
 
-constexpr TileKernels kScalar = {ScalarTiles<TileKind::k16x16>, ScalarTiles<TileKind::k16x16>,
-                                 ScalarTiles<TileKind::kE8m0>, ScalarE8m0Edge,
+constexpr TileKernels kScalar = {ScalarTiles<TileKind::k16x16>,
+                                 ScalarTiles<TileKind::k16x16>,
+                                 [] {},
+                                 ScalarTiles<TileKind::kE8m0>,
+                                 ScalarE8m0Edge,
                                  ScalarTiles<TileKind::kN32K4>};
 
 #if defined(__x86_64__)
@@ -49,6 +52,7 @@ inline __m128i Load16(const uint8_t* from) {
 inline __m128i Load8(const uint8_t* from) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
 }
+void StoreFence() { _mm_sfence(); }
 inline void Store16(uint8_t* to, __m128i value) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), value);
 }
@@ -65,7 +69,6 @@ void Sse2Tiles16x16(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
       }
     }
   }
-  if constexpr (kStreaming) _mm_sfence();
 }
 
 // 4 x 4 dwords: in[k] holds row k, out[k] column k.
@@ -167,8 +170,8 @@ void Sse2N32K4(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
   }
 }
 
-constexpr TileKernels kSse2 = {Sse2Tiles16x16<false>, Sse2Tiles16x16<true>, Sse2E8m0, Sse2E8m0Edge,
-                               Sse2N32K4};
+constexpr TileKernels kSse2 = {
+    Sse2Tiles16x16<false>, Sse2Tiles16x16<true>, StoreFence, Sse2E8m0, Sse2E8m0Edge, Sse2N32K4};
 
 // Function attributes instead of compiler flags keep the rest of the program runnable on any
 // x86-64.
@@ -197,7 +200,6 @@ SP_TARGET_AVX2 void Avx2Tiles16x16(const uint8_t* const* rows, int64_t tiles, ui
                           Lanes(Load16(rows[row] + col), Load16(rows[row + 1] + col)));
     }
   }
-  if constexpr (kStreaming) _mm_sfence();
 }
 
 SP_TARGET_AVX2 inline __m256i E8m0DwordPairs(__m256i byte_pairs) {
@@ -260,8 +262,8 @@ SP_TARGET_AVX2 void Avx2E8m0Edge(const uint8_t* const* rows, int64_t native_cols
       out);
 }
 
-constexpr TileKernels kAvx2 = {Avx2Tiles16x16<false>, Avx2Tiles16x16<true>, Avx2E8m0, Avx2E8m0Edge,
-                               Sse2N32K4};
+constexpr TileKernels kAvx2 = {
+    Avx2Tiles16x16<false>, Avx2Tiles16x16<true>, StoreFence, Avx2E8m0, Avx2E8m0Edge, Sse2N32K4};
 
 // Four rows of one tile are 64 contiguous bytes of output.
 template <bool kStreaming>
@@ -279,11 +281,10 @@ SP_TARGET_AVX512 void Avx512Tiles16x16(const uint8_t* const* rows, int64_t tiles
       }
     }
   }
-  if constexpr (kStreaming) _mm_sfence();
 }
 
-constexpr TileKernels kAvx512 = {Avx512Tiles16x16<false>, Avx512Tiles16x16<true>, Avx2E8m0,
-                                 Avx2E8m0Edge, Sse2N32K4};
+constexpr TileKernels kAvx512 = {
+    Avx512Tiles16x16<false>, Avx512Tiles16x16<true>, StoreFence, Avx2E8m0, Avx2E8m0Edge, Sse2N32K4};
 
 #endif  // defined(__x86_64__)
 

@@ -20,7 +20,10 @@ using E8m0EdgeLoop = void (*)(const uint8_t* const* rows, int64_t native_cols, u
 
 struct TileKernels {
   TileLoop k16x16;
-  TileLoop k16x16_streaming;  // non-temporal stores; `out` must be 64-byte aligned
+  // With non-temporal stores; `out` must be 64-byte aligned. Call end_streaming() after the last
+  // one, before another thread may read the output.
+  TileLoop k16x16_streaming;
+  void (*end_streaming)();
   TileLoop e8m0;
   E8m0EdgeLoop e8m0_edge;
   TileLoop n32k4;

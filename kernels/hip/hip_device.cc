@@ -49,7 +49,7 @@ struct Slot {
 
 class HipDevice final : public LaneDevice {
  public:
-  HipDevice(int index, std::string architecture)
+  HipDevice(int index, const std::string& architecture)
       : index_(index), name_(absl::StrCat("hip:", index, "/", architecture)) {}
 
   ~HipDevice() override {

@@ -153,7 +153,7 @@ TEST(LayoutShape, OutputPadsOnlyWhereTheLayoutDoes) {
       {LayoutId::kAiter16x16, {2, 48, 96}, 96, 96},
       {LayoutId::kAiterE8m0, {1, 1, 1}, 256, 8},
       {LayoutId::kAiterE8m0, {3, 100, 12}, 512, 16},
-      {LayoutId::kAiterE8m0, {384, 7168, 12}, 384 * 7168, 16},
+      {LayoutId::kAiterE8m0, {384, 7168, 12}, int64_t{384} * 7168, 16},
       {LayoutId::kAiterE8m0Expert, {2, 96, 12}, 192, 16},
       {LayoutId::kAiterE8m0GateUp, {2, 96, 224}, 192, 224},
       {LayoutId::kAiterN32K4, {2, 96, 12}, 192, 12},

@@ -190,7 +190,7 @@ std::string Describe(const ShuffleJob& job) {
 // Jobs around the edges of tiles: no native column, less than a tile, whole tiles, one more.
 std::vector<ShuffleJob> Jobs() {
   std::vector<ShuffleJob> jobs;
-  const auto add = [&jobs](LayoutId layout, RowOrder order, std::vector<int64_t> padded) {
+  const auto add = [&jobs](LayoutId layout, RowOrder order, const std::vector<int64_t>& padded) {
     for (const int64_t rows : {64, 128}) {
       for (const int64_t padded_cols : padded) {
         for (const int64_t native :
@@ -302,7 +302,7 @@ TEST(Shuffle, RowsMayComeInAnyNumberOfViews) {
 
 TEST(Shuffle, BadCallsAreRefusedAlike) {
   const ShuffleJob good{LayoutId::kAiterE8m0, RowOrder::kAsIs, 64, 8, 8};
-  const std::vector<uint8_t> data(64 * 8);
+  const std::vector<uint8_t> data(size_t{64} * 8);
   const std::vector<RowsView> all = {{data.data(), 8, 0, 64}};
   struct Case {
     const char* part;
@@ -341,7 +341,7 @@ TEST(Shuffle, BadCallsAreRefusedAlike) {
   };
   for (const std::unique_ptr<Shuffler>& shuffler : AllShufflers()) {
     for (const Case& one : cases) {
-      std::vector<uint8_t> out(64 * 8);
+      std::vector<uint8_t> out(size_t{64} * 8);
       const absl::Status status =
           shuffler->Shuffle(one.job, one.views, one.begin, one.end, out.data());
       EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << one.part;

@@ -1,0 +1,88 @@
+// Writes DeepSeek-V4 shaped checkpoints of any size for tests and demonstrations.
+//
+// Every byte is a function of what it belongs to, so a test can say what any byte of any output
+// must be without reading the source: see ExpectedByte().
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "workers/dtype.h"
+#include "workers/family.h"
+
+namespace shardprep {
+
+// A routed-expert tensor's place; `layer` counts MTP layers behind the others.
+struct ExpertPlace {
+  int64_t layer = 0;
+  int64_t expert = 0;
+  ExpertTensor kind = kGateWeight;
+};
+
+struct TestTensor {
+  std::string name;
+  Dtype dtype = Dtype::kU8;
+  std::vector<int64_t> shape;
+  std::optional<ExpertPlace> place;  // of a routed expert, whatever it is called
+  int file = 0;                      // index of its file
+};
+
+struct CheckpointSpec {
+  int64_t hidden = 256;
+  int64_t intermediate = 256;
+  int64_t experts = 4;
+  int64_t layers = 2;
+  int64_t mtp_layers = 1;
+  int64_t hash_layers = 1;  // the first layers, which route by token id
+  int64_t vocabulary = 64;
+  int files = 3;
+  Dtype weight_dtype = Dtype::kI8;  // I8, U8 or F4
+  Dtype scale_dtype = Dtype::kF8E8M0;
+  std::string prefix;          // of all names, e.g. "model."
+  bool mtp_as_layers = false;  // layers.L instead of mtp.0
+  bool with_index = true;
+  bool sparse = false;  // real headers, data that reads as zeros and takes no space
+  // All tensors of the published V4-Pro beside the routed experts, with their real extents. Else a
+  // few small ones, a scalar and a tensor of no bytes among them.
+  bool published = false;
+  // Tensors besides; `file` counts.
+  std::vector<TestTensor> extra;
+  // Changes to config.json: key to JSON text; an empty text removes the key.
+  std::map<std::string, std::string> config;
+  // Called for each tensor but `extra`; may change it, and drops it by answering false.
+  std::function<bool(TestTensor&)> edit;
+};
+
+// 0.45 GB with the real extents of one V4-Pro expert: 4 experts, 2 layers + 1 MTP layer.
+CheckpointSpec QuickstartSpec();
+// The whole of V4-Pro, 64 files and 805 GiB: sparse.
+CheckpointSpec V4ProSpec();
+
+// The tensors of a specification with their files, layer by layer; in each file they lie ordered
+// by dtype, widest first, then name, as the published writer does. INVALID_ARGUMENT when some file
+// would hold none.
+absl::StatusOr<std::vector<TestTensor>> TestTensors(const CheckpointSpec& spec);
+
+// Writes `model-0000x-of-0000y.safetensors`, the index, config.json, tokenizer.json,
+// tokenizer_config.json and generation_config.json into the directory, which is made if needed.
+// INTERNAL when the file system refuses.
+absl::Status WriteTestCheckpoint(const std::string& directory, const CheckpointSpec& spec);
+
+std::string TestFileName(const CheckpointSpec& spec, int file);
+
+// The byte in the given row and byte column of a routed-expert tensor. Distinguishes layers,
+// experts, tensors, rows and columns. Scale bytes are 1 to 254: neither a pad nor NaN.
+uint8_t ExpectedByte(int64_t layer, int64_t expert, ExpertTensor kind, int64_t row,
+                     int64_t byte_column);
+
+// The byte at an offset of any other tensor.
+uint8_t ExpectedOtherByte(absl::string_view name, int64_t offset);
+
+}  // namespace shardprep

@@ -1,0 +1,399 @@
+#include "workers/region_prep.h"
+
+#include <algorithm>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <mutex>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "kernels/layout.h"
+#include "tests/support/temp_dir.h"
+#include "tests/support/test_checkpoint.h"
+#include "workers/artifact.h"
+#include "workers/digest.h"
+#include "workers/open_store.h"
+#include "workers/proto_json.h"
+
+namespace shardprep {
+namespace {
+
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr int64_t kHidden = 256, kIntermediate = 512, kExperts = 3;
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
+}
+
+class RegionPrepTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_TRUE(WriteTestCheckpoint(source_.path(), {.hidden = kHidden,
+                                                     .intermediate = kIntermediate,
+                                                     .experts = kExperts,
+                                                     .layers = 1,
+                                                     .mtp_layers = 1})
+                    .ok());
+  }
+
+  v1::PrepJobSpec Spec(int32_t ranks, const std::string& profile, const std::string& destination) {
+    v1::PrepJobSpec spec;
+    spec.set_source_uri(source_.path());
+    spec.set_include_mtp(true);
+    v1::Target& target = *spec.add_targets();
+    target.mutable_parallel_layout()->set_tensor_parallel_size(ranks);
+    target.mutable_kernel_target()->set_profile(profile);
+    target.set_destination_uri(destination);
+    return spec;
+  }
+
+  // Plans and opens both stores.
+  void Plan(const v1::PrepJobSpec& spec) {
+    auto plan = PlanJob(spec, {});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    plan_ = *plan;
+    auto source = OpenStore(plan_->spec.source_uri(), {});
+    auto destination = OpenStore(plan_->target().destination_uri(), {.create = true});
+    ASSERT_TRUE(source.ok() && destination.ok());
+    source_store_ = std::move(*source);
+    destination_store_ = std::move(*destination);
+  }
+
+  RegionTask Task(int32_t region, int32_t threads, int64_t memory_bytes) {
+    memory_.assign(memory_bytes, 0xEE);  // what a block does not fill must not show
+    RegionTask task;
+    task.plan = plan_.get();
+    task.region = region;
+    task.ranks = plan_->slices.RanksOf(plan_->slices.regions()[region]);
+    task.source = source_store_.get();
+    task.destination = destination_store_.get();
+    task.shuffler = shuffler_.get();
+    task.threads = threads;
+    task.memory = absl::MakeSpan(memory_);
+    return task;
+  }
+
+  absl::Status PrepareAll(int32_t threads, int64_t memory_bytes) {
+    for (size_t region = 0; region < plan_->slices.regions().size(); ++region) {
+      const absl::Status status =
+          PrepareRegion(Task(static_cast<int32_t>(region), threads, memory_bytes), progress_);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  int64_t Budget(int64_t ranks, int64_t threads) const {
+    return plan_->memory.Total(ranks, threads);
+  }
+
+  // What the fused tensor of a rank must hold, from the definition: rows r*i + q of gate, then of
+  // up, columns r*i... of down, each half padded with zeros, then the layout applied to the whole.
+  std::vector<uint8_t> Expected(const FusedTensor& tensor, int64_t layer, int64_t rank) const {
+    const SlicePlan& slices = plan_->slices;
+    const int64_t i = slices.intermediate().elements();
+    const int64_t ip = slices.padded_intermediate().elements();
+    const bool scale = tensor.role == Role::kW13Scale || tensor.role == Role::kW2Scale;
+    const int64_t per_byte = scale ? 32 : 2;
+    const MatrixShape shape{kExperts, tensor.job.rows, tensor.job.padded_cols};
+    std::vector<uint8_t> logical(shape.experts * shape.rows * shape.cols, 0);
+    for (int64_t e = 0; e < kExperts; ++e) {
+      uint8_t* matrix = logical.data() + e * shape.rows * shape.cols;
+      if (tensor.halves == 2) {
+        for (int64_t half = 0; half < 2; ++half) {
+          const ExpertTensor kind =
+              half == 0 ? (scale ? kGateScale : kGateWeight) : (scale ? kUpScale : kUpWeight);
+          for (int64_t q = 0; q < i; ++q) {
+            for (int64_t c = 0; c < kHidden / per_byte; ++c) {
+              matrix[(half * ip + q) * shape.cols + c] =
+                  ExpectedByte(layer, e, kind, rank * i + q, c);
+            }
+          }
+        }
+      } else {
+        for (int64_t n = 0; n < kHidden; ++n) {
+          for (int64_t c = 0; c < i / per_byte; ++c) {
+            matrix[n * shape.cols + c] = ExpectedByte(layer, e, scale ? kDownScale : kDownWeight, n,
+                                                      rank * i / per_byte + c);
+          }
+        }
+      }
+    }
+    std::vector<uint8_t> out(OutputBytes(tensor.job.layout, shape).value());
+    EXPECT_TRUE(ApplyLayout(tensor.job.layout, shape, logical, absl::MakeSpan(out)).ok());
+    return out;
+  }
+
+  // Holds every file of the plan against the model, its digest and its record.
+  void CheckAllParts() {
+    for (const Region& region : plan_->slices.regions()) {
+      for (const int32_t rank : plan_->slices.RanksOf(region)) {
+        for (const PartPlan& part : region.parts) CheckPart(region, part, rank);
+      }
+    }
+  }
+
+  void CheckPart(const Region& region, const PartPlan& part, int32_t rank) {
+    const std::string key = PartKeyOf(part, rank);
+    SCOPED_TRACE(key);
+    const std::string bytes = ReadFile(plan_->target().destination_uri() + "/" + key);
+    const std::string header = PartHeader(*plan_, part, rank).value();
+    ASSERT_EQ(bytes.size(), header.size() + part.data_bytes);
+    EXPECT_EQ(bytes.substr(0, header.size()), header);
+    for (const PartTensor& tensor : part.tensors) {
+      const std::string found = bytes.substr(header.size() + tensor.data_offset, tensor.size_bytes);
+      if (region.kind == Region::Kind::kRouted) {
+        const std::vector<uint8_t> want =
+            Expected(plan_->slices.fused_tensors()[tensor.source], region.layer, rank);
+        ASSERT_EQ(found.size(), want.size());
+        EXPECT_TRUE(
+            std::equal(want.begin(), want.end(), reinterpret_cast<const uint8_t*>(found.data())))
+            << tensor.name;
+      } else {
+        for (int64_t at = 0; at < tensor.size_bytes; ++at) {
+          ASSERT_EQ(static_cast<uint8_t>(found[at]), ExpectedOtherByte(tensor.name, at))
+              << tensor.name << " byte " << at;
+        }
+      }
+    }
+    EXPECT_TRUE(IsRecorded(*plan_, part.part, rank, *destination_store_).value());
+  }
+
+  TempDir source_;
+  TempDir destination_;
+  std::shared_ptr<const JobPlan> plan_;
+  std::unique_ptr<ObjectStore> source_store_;
+  std::unique_ptr<ObjectStore> destination_store_;
+  std::unique_ptr<Shuffler> shuffler_ = MakeHostShuffler();
+  std::vector<uint8_t> memory_;
+  RegionProgress progress_;
+};
+
+TEST_F(RegionPrepTest, PartsEqualTheModelForEveryRankCountAndProfile) {
+  int job = 0;
+  for (const char* profile : {"aiter-separated", "aiter-interleaved", "logical"}) {
+    for (const int32_t ranks : {1, 2, 4, 8}) {
+      SCOPED_TRACE(::testing::Message() << profile << " T=" << ranks);
+      Plan(Spec(ranks, profile, destination_ / absl::StrCat(job++)));
+      ASSERT_EQ(PrepareAll(3, Budget(ranks, 3)), absl::OkStatus());
+      CheckAllParts();
+    }
+  }
+}
+
+TEST_F(RegionPrepTest, ThreadsBudgetAndRankSetsDoNotChangeTheBytes) {
+  Plan(Spec(4, "aiter-separated", destination_ / "one"));
+  ASSERT_EQ(PrepareAll(1, Budget(4, 1)), absl::OkStatus());
+  CheckAllParts();
+  const auto one = plan_;
+
+  Plan(Spec(4, "aiter-separated", destination_ / "sets"));
+  for (size_t region = 0; region < plan_->slices.regions().size(); ++region) {
+    for (const int32_t rank : plan_->slices.RanksOf(plan_->slices.regions()[region])) {
+      RegionTask task = Task(static_cast<int32_t>(region), 2, Budget(1, 1));
+      task.ranks = {rank};
+      ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+    }
+  }
+  CheckAllParts();
+  EXPECT_EQ(one->fingerprint, plan_->fingerprint);
+}
+
+TEST_F(RegionPrepTest, EachSourceByteIsReadOnce) {
+  Plan(Spec(8, "aiter-separated", destination_ / "out"));
+  ASSERT_EQ(PrepareAll(3, Budget(8, 3)), absl::OkStatus());
+  EXPECT_EQ(progress_.bytes_read, plan_->slices.NeededSourceBytes());
+  EXPECT_EQ(progress_.bytes_written, plan_->summary.output_bytes());
+  EXPECT_EQ(progress_.bytes_padded, plan_->slices.PaddingBytesPerRank() * 8);
+}
+
+TEST_F(RegionPrepTest, TooLittleMemoryStatesTheMinimum) {
+  Plan(Spec(8, "aiter-separated", destination_ / "out"));
+  const absl::Status status = PrepareRegion(Task(0, 3, Budget(8, 1) - 1), progress_);
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat(Budget(8, 1))));
+}
+
+TEST_F(RegionPrepTest, RanksAreReportedWhenTheirPartsAreRecorded) {
+  v1::PrepJobSpec spec = Spec(4, "aiter-separated", destination_ / "out");
+  spec.set_part_size_bytes(4096);  // a part for each fused tensor
+  Plan(spec);
+  RegionTask task = Task(0, 2, Budget(4, 2));
+  std::mutex mu;
+  std::vector<int32_t> done;
+  task.rank_done = [&](int32_t rank) {
+    const std::lock_guard<std::mutex> lock(mu);
+    for (const PartPlan& part : plan_->slices.regions()[0].parts) {
+      EXPECT_TRUE(IsRecorded(*plan_, part.part, rank, *destination_store_).value());
+    }
+    done.push_back(rank);
+  };
+  ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+  EXPECT_THAT(done, ::testing::UnorderedElementsAre(0, 1, 2, 3));
+
+  // Again: everything is recorded, so nothing is read and every rank is reported at once.
+  done.clear();
+  const int64_t read = progress_.bytes_read;
+  ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+  EXPECT_THAT(done, ::testing::UnorderedElementsAre(0, 1, 2, 3));
+  EXPECT_EQ(progress_.bytes_read, read);
+}
+
+TEST_F(RegionPrepTest, ARecordedPartIsNotDoneAgain) {
+  v1::PrepJobSpec spec = Spec(4, "aiter-separated", destination_ / "out");
+  spec.set_part_size_bytes(4096);
+  Plan(spec);
+  int publications = 0;
+  RegionTask task = Task(0, 1, Budget(4, 1));
+  task.gate = [&]() -> absl::Status {
+    // A part and its record each ask once: end in the middle of the second part.
+    return ++publications > 11 ? absl::AbortedError("lease over") : absl::OkStatus();
+  };
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kAborted);
+  RegionProgress second;
+  task.gate = {};
+  ASSERT_EQ(PrepareRegion(task, second), absl::OkStatus());
+  int64_t first_part = 4 * plan_->slices.regions()[0].parts[0].data_bytes;
+  EXPECT_LE(second.bytes_written,
+            plan_->slices.regions()[0].bytes_per_rank * 4 - first_part + 4 * 4096 * 4);
+  for (const PartPlan& part : plan_->slices.regions()[0].parts) {
+    for (int32_t rank = 0; rank < 4; ++rank) {
+      CheckPart(plan_->slices.regions()[0], part, rank);
+    }
+  }
+}
+
+TEST_F(RegionPrepTest, ARefusedGateLeavesNoPart) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  RegionTask task = Task(0, 2, Budget(4, 2));
+  task.gate = [] { return absl::AbortedError("lease over"); };
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kAborted);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
+TEST_F(RegionPrepTest, StopEndsTheWorkAndLeavesNoPart) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  const std::atomic<bool> stop{true};
+  RegionTask task = Task(0, 2, Budget(4, 2));
+  task.stop = &stop;
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kCancelled);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
+TEST_F(RegionPrepTest, ASourceThatChangedAfterPlanningIsDataLoss) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  const std::string name = plan_->slices.checkpoint().files()[0].name;
+  std::filesystem::resize_file(source_ / name,
+                               plan_->slices.checkpoint().files()[0].size_bytes - 1);
+  const absl::Status status = PrepareAll(2, Budget(4, 2));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr(name));
+}
+
+// A store whose objects are swapped under the reader at the first read.
+class SwappingReader : public ObjectReader {
+ public:
+  explicit SwappingReader(std::unique_ptr<ObjectReader> reader, std::function<void()> swap)
+      : reader_(std::move(reader)), swap_(std::move(swap)) {}
+  absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) override {
+    if (swap_) std::exchange(swap_, nullptr)();
+    return reader_->ReadAt(offset, out);
+  }
+  absl::Status CheckUnchanged() override { return reader_->CheckUnchanged(); }
+  const ObjectInfo& info() const override { return reader_->info(); }
+
+ private:
+  std::unique_ptr<ObjectReader> reader_;
+  std::function<void()> swap_;
+};
+
+class SwappingStore : public ObjectStore {
+ public:
+  SwappingStore(ObjectStore* store, std::string root) : store_(store), root_(std::move(root)) {}
+  absl::StatusOr<std::unique_ptr<ObjectReader>> Open(const std::string& key) override {
+    auto reader = store_->Open(key);
+    if (!reader.ok()) return reader.status();
+    return std::make_unique<SwappingReader>(std::move(*reader), [path = root_ + "/" + key] {
+      const std::string copy = ReadFile(path);
+      std::ofstream(path + ".new", std::ios::binary) << copy;
+      std::filesystem::rename(path + ".new", path);  // same bytes, another file
+    });
+  }
+  absl::StatusOr<ObjectInfo> Head(const std::string& key) override { return store_->Head(key); }
+  absl::StatusOr<std::string> Get(const std::string& key, int64_t max) override {
+    return store_->Get(key, max);
+  }
+  absl::StatusOr<std::vector<ObjectEntry>> List(const std::string& p) override {
+    return store_->List(p);
+  }
+  absl::StatusOr<std::unique_ptr<ObjectWriter>> Create(const std::string& key,
+                                                       const WriteOptions& o) override {
+    return store_->Create(key, o);
+  }
+  absl::StatusOr<ObjectInfo> Put(const std::string& key, const std::string& bytes,
+                                 const CommitGate& gate) override {
+    return store_->Put(key, bytes, gate);
+  }
+  absl::StatusOr<ObjectInfo> PutIfAbsent(const std::string& key, const std::string& bytes,
+                                         const CommitGate& gate) override {
+    return store_->PutIfAbsent(key, bytes, gate);
+  }
+  absl::Status Delete(const std::string& key) override { return store_->Delete(key); }
+  int64_t WriteBufferBytes(int64_t n) const override { return store_->WriteBufferBytes(n); }
+  absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
+  absl::Status CheckWritable() override { return store_->CheckWritable(); }
+  const std::string& uri() const override { return store_->uri(); }
+
+ private:
+  ObjectStore* store_;
+  std::string root_;
+};
+
+TEST_F(RegionPrepTest, ASourceFileReplacedWhileItIsReadIsDataLossAndLeavesNoPart) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  SwappingStore swapping(source_store_.get(), source_.path());
+  RegionTask task = Task(0, 2, Budget(4, 2));
+  task.source = &swapping;
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
+TEST_F(RegionPrepTest, VerifyAfterWriteReadsBackWhatWasWritten) {
+  v1::PrepJobSpec spec = Spec(2, "aiter-separated", destination_ / "out");
+  spec.set_verify_after_write(true);
+  Plan(spec);
+  ASSERT_EQ(PrepareAll(2, Budget(2, 2)), absl::OkStatus());
+  CheckAllParts();
+}
+
+TEST_F(RegionPrepTest, NativeCrcRunsOverTheSourceBytesInTheirOwnOrder) {
+  for (const char* profile : {"aiter-separated", "aiter-interleaved"}) {
+    Plan(Spec(2, profile, destination_ / profile));
+    ASSERT_EQ(PrepareAll(2, Budget(2, 2)), absl::OkStatus());
+    const int64_t i = plan_->slices.intermediate().elements();
+    std::vector<uint8_t> native;  // rank 1, w13: expert, gate/up, row, column
+    for (int64_t e = 0; e < kExperts; ++e) {
+      for (const ExpertTensor kind : {kGateWeight, kUpWeight}) {
+        for (int64_t q = 0; q < i; ++q) {
+          for (int64_t c = 0; c < kHidden / 2; ++c) {
+            native.push_back(ExpectedByte(0, e, kind, i + q, c));
+          }
+        }
+      }
+    }
+    const std::string key = absl::StrCat("_shardprep/", plan_->fingerprint, "/1-0.json");
+    v1::PartRecord record;
+    ASSERT_TRUE(
+        ParseStoredJson(destination_store_->Get(key, 1 << 20).value(), key, kFormatVersion, record)
+            .ok());
+    EXPECT_EQ(record.file().tensors(0).native_crc32c(),
+              absl::StrCat(absl::Hex(Crc32c(0, native), absl::kZeroPad8)));
+  }
+}
+
+}  // namespace
+}  // namespace shardprep

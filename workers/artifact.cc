@@ -1,0 +1,1123 @@
+// How an artefact comes to be at its destination.
+//
+// Record
+//  1. A worker publishes a part under its final name, whole (ObjectWriter::Commit).
+//  2. Then it writes the part's record to the journal, `_shardprep/<fingerprint>/<r>-<p>.json`:
+//     size, digests, and the ETag that step 1 answered. From here on the part counts. A crash
+//     between 1 and 2 leaves a part without a record; its header names the fingerprint that it
+//     belongs to, so it is known as ours and the next attempt overwrites it.
+//
+// Resume
+//  3. A record counts when its fingerprint and source token are the plan's, its description of the
+//     part is the plan's, and the object has the recorded size and ETag. All else is done again.
+//  4. Records of other fingerprints or tokens, and the parts that they describe, are deleted before
+//     the first write, unless a manifest makes them part of an artefact. A part goes before its
+//     record does, so a crash leaves nothing unaccounted for.
+//
+// Commit
+//  5. The source is as planned: HEAD of every file against its ETag in the plan.
+//  6. Coverage of the plan is proved (workers/coverage.h). Then each part of each rank must have a
+//     record that says what the plan says; HEAD of each object must give the recorded size and
+//     ETag.
+//  7. What the commit is about to create besides is written down in
+//     `_shardprep/<fingerprint>/commit.json` (a Manifest with these lists only), so that whoever
+//     cleans up knows it as ours. Then small files are copied and rank manifests written.
+//  8. Step 5 again, as the gate of the last write: manifest.json, if absent. An equal one that is
+//     there already means that this commit happened before. Nothing else makes an artefact visible.
+//  9. The journal is deleted. A crash before that leaves it beside a whole artefact, harmless.
+//
+// Whose is an object? Ours if a record describes it with its present ETag, or if it says so itself
+// (`__metadata__` of a part, fingerprint of a rank manifest) and the fingerprint is the plan's or
+// has a journal here. Nothing else is ever replaced or deleted.
+#include "workers/artifact.h"
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <set>
+#include <utility>
+
+#include <google/protobuf/util/message_differencer.h>
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/layout.h"
+#include "kernels/status_macros.h"
+#include "workers/coverage.h"
+#include "workers/digest.h"
+#include "workers/object_names.h"
+#include "workers/proto_json.h"
+#include "workers/version.h"
+
+namespace shardprep {
+namespace {
+
+constexpr char kPreparedStage[] = "prepared";
+constexpr char kRankNumbering[] = "dp_rank*tensor_parallel_size+tp_rank";
+// Bound on a header that is read only to learn whose file it is.
+constexpr int64_t kMaxForeignHeaderBytes = int64_t{64} << 20;
+constexpr int64_t kMaxSmallFileBytes = int64_t{256} << 20;
+constexpr int kDifferencesShown = 5;
+
+std::string MessageOf(const absl::Status& status) { return std::string(status.message()); }
+
+// -- Documents --
+
+std::string CommitKey(const std::string& fingerprint) {
+  return absl::StrCat(JournalPrefix(fingerprint), "commit.json");
+}
+
+std::string JournalKey(const std::string& fingerprint, int32_t rank, int32_t part) {
+  if (rank == kReplicatedRank) {
+    return ObjectKey(ReplicatedJournal{.fingerprint = fingerprint, .part = part});
+  }
+  return ObjectKey(RankJournal{.fingerprint = fingerprint, .rank = rank, .part = part});
+}
+
+std::string RankManifestKey(int32_t rank) {
+  if (rank == kReplicatedRank) return ObjectKey(ReplicatedManifest{});
+  return ObjectKey(RankManifest{.rank = rank});
+}
+
+std::string ManifestKey() { return ObjectKey(ManifestName{}); }
+
+v1::SmallFile DescribeSmallFile(const std::string& key, const std::string& bytes) {
+  v1::SmallFile file;
+  file.set_key(key);
+  file.set_size_bytes(static_cast<int64_t>(bytes.size()));
+  file.set_sha256(Sha256Hex(bytes));
+  return file;
+}
+
+v1::ManifestReference ReferenceTo(const v1::Manifest& manifest, const std::string& text,
+                                  const ObjectStore& store) {
+  v1::ManifestReference reference;
+  reference.set_uri(absl::StrCat(store.uri(), "/", ManifestKey()));
+  reference.set_sha256(Sha256Hex(text));
+  reference.set_layout_fingerprint(manifest.layout_fingerprint());
+  reference.set_content_id(manifest.content_id());
+  reference.set_rank_count(manifest.rank_count());
+  reference.set_file_count(manifest.file_count());
+  reference.set_total_bytes(manifest.total_bytes());
+  return reference;
+}
+
+// -- What differs, for people --
+
+std::map<std::string, std::string> Flatten(const nlohmann::json& json) {
+  std::map<std::string, std::string> flat;
+  if (!json.is_structured() || json.empty()) return flat;
+  const nlohmann::json flattened = json.flatten();
+  for (const auto& [path, value] : flattened.items()) {
+    flat[path.substr(1)] = value.is_string() ? value.get<std::string>() : value.dump();
+  }
+  return flat;
+}
+
+// Text from a stored document; what is nested deeper than ours ever is, is dropped.
+nlohmann::json ParseShallow(const std::string& text) {
+  const auto shallow = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
+    return depth < 16;
+  };
+  return nlohmann::json::parse(text, shallow, /*allow_exceptions=*/false);
+}
+
+// Source files by name instead of position, so that a difference names the file.
+nlohmann::json ParseInputs(const std::string& text) {
+  nlohmann::json json = ParseShallow(text);
+  if (!json.is_object() || !json.contains("source_files")) return json;
+  nlohmann::json files = nlohmann::json::object();
+  for (const nlohmann::json& file : json["source_files"]) {
+    if (!file.is_object() || !file.contains("name") || !file["name"].is_string()) continue;
+    files[file["name"].get<std::string>()] = file;
+  }
+  json["source_files"] = files;
+  return json;
+}
+
+// "profile is logical, want aiter-separated; ..."
+std::string DescribeDifferences(const nlohmann::json& found, const nlohmann::json& want) {
+  const std::map<std::string, std::string> a = Flatten(found), b = Flatten(want);
+  std::set<std::string> paths;
+  for (const auto& [path, value] : a) paths.insert(path);
+  for (const auto& [path, value] : b) paths.insert(path);
+  std::vector<std::string> differences;
+  int more = 0;
+  for (const std::string& path : paths) {
+    const auto in_a = a.find(path), in_b = b.find(path);
+    const std::string value_a = in_a == a.end() ? "absent" : in_a->second;
+    const std::string value_b = in_b == b.end() ? "absent" : in_b->second;
+    if (value_a == value_b) continue;
+    if (static_cast<int>(differences.size()) == kDifferencesShown) {
+      ++more;
+    } else {
+      differences.push_back(absl::StrCat(path, " is ", value_a, ", want ", value_b));
+    }
+  }
+  if (more > 0) differences.push_back(absl::StrCat("and ", more, " more"));
+  return absl::StrJoin(differences, "; ");
+}
+
+std::string DescribeTokens(const std::string& found, const std::string& want) {
+  return DescribeDifferences(ParseShallow(found), ParseShallow(want));
+}
+
+// -- What lies at a destination --
+
+struct JournalEntry {
+  std::string key;
+  std::string fingerprint;               // by its key
+  std::string part_key;                  // by its key
+  std::optional<v1::PartRecord> record;  // unset when it cannot be read as a record of that part
+};
+
+class Destination {
+ public:
+  static absl::StatusOr<Destination> Scan(ObjectStore& store) {
+    Destination destination(store);
+    SP_ASSIGN_OR_RETURN(std::vector<ObjectEntry> entries, store.List(""));
+    for (ObjectEntry& entry : entries) {
+      destination.objects_.emplace(std::move(entry.key), std::move(entry.info));
+    }
+    for (const auto& [key, info] : destination.objects_) {
+      if (absl::StartsWith(key, kWorkPrefix)) SP_RETURN_IF_ERROR(destination.ReadWork(key));
+    }
+    for (const JournalEntry& entry : destination.journal_) {
+      destination.journal_fingerprints_.insert(entry.fingerprint);
+      if (entry.record.has_value() && destination.IsThere(*entry.record)) {
+        destination.recorded_.insert(entry.part_key);
+      }
+    }
+    for (const auto& [fingerprint, commit] : destination.commits_) {
+      destination.journal_fingerprints_.insert(fingerprint);
+    }
+    return destination;
+  }
+
+  const std::map<std::string, ObjectInfo>& objects() const { return objects_; }
+  const std::vector<JournalEntry>& journal() const { return journal_; }
+  // What commits that did not finish were about to create, by fingerprint.
+  const std::map<std::string, v1::Manifest>& commits() const { return commits_; }
+  ObjectStore& store() const { return store_; }
+
+  const ObjectInfo* Find(const std::string& key) const {
+    const auto it = objects_.find(key);
+    return it == objects_.end() ? nullptr : &it->second;
+  }
+
+  // Whether the object that the record describes is there, in the recorded version.
+  bool IsThere(const v1::PartRecord& record) const {
+    const ObjectInfo* info = Find(record.file().key());
+    return info != nullptr && info->size_bytes == record.file().size_bytes() &&
+           info->etag == record.etag();
+  }
+
+  bool HasJournal(const std::string& fingerprint) const {
+    return journal_fingerprints_.contains(fingerprint);
+  }
+
+  // The fingerprint that an object says it belongs to; empty when it says none.
+  absl::StatusOr<std::string> FingerprintIn(const std::string& key) const {
+    const ObjectName name = ParseObjectName(key);
+    if (std::holds_alternative<RankPart>(name) || std::holds_alternative<ReplicatedPart>(name)) {
+      return FingerprintInHeader(key);
+    }
+    if (!std::holds_alternative<RankManifest>(name) &&
+        !std::holds_alternative<ReplicatedManifest>(name)) {
+      return std::string();
+    }
+    const auto text = store_.Get(key, kMaxDocumentBytes);
+    if (absl::IsResourceExhausted(text.status())) return std::string();
+    SP_RETURN_IF_ERROR(text.status());
+    v1::RankManifest manifest;
+    if (!ParseStoredJson(*text, key, kFormatVersion, manifest).ok()) return std::string();
+    return manifest.layout_fingerprint();
+  }
+
+  // Whether a record describes the object in its present version.
+  bool IsRecorded(const std::string& key) const { return recorded_.contains(key); }
+
+  // Whether an object with exactly these bytes is there.
+  absl::StatusOr<bool> HasContent(const v1::SmallFile& file) const {
+    const ObjectInfo* info = Find(file.key());
+    if (info == nullptr || info->size_bytes != file.size_bytes()) return false;
+    const auto bytes = store_.Get(file.key(), kMaxSmallFileBytes);
+    if (absl::IsNotFound(bytes.status())) return false;  // deleted since the listing
+    SP_RETURN_IF_ERROR(bytes.status());
+    return Sha256Hex(*bytes) == file.sha256();
+  }
+
+ private:
+  explicit Destination(ObjectStore& store) : store_(store) {}
+
+  // Reads one object below `_shardprep/` if it is a record or a commit.
+  absl::Status ReadWork(const std::string& key) {
+    JournalEntry entry{.key = key, .fingerprint = "", .part_key = "", .record = std::nullopt};
+    int32_t rank = kReplicatedRank;
+    int32_t part = 0;
+    const ObjectName name = ParseObjectName(key);
+    if (const auto* ranked = std::get_if<RankJournal>(&name)) {
+      entry.fingerprint = ranked->fingerprint;
+      rank = static_cast<int32_t>(ranked->rank);
+      part = static_cast<int32_t>(ranked->part);
+      entry.part_key = ObjectKey(RankPart{.rank = ranked->rank, .part = ranked->part});
+    } else if (const auto* replicated = std::get_if<ReplicatedJournal>(&name)) {
+      entry.fingerprint = replicated->fingerprint;
+      part = static_cast<int32_t>(replicated->part);
+      entry.part_key = ObjectKey(ReplicatedPart{.part = replicated->part});
+    } else {
+      return ReadCommit(key);
+    }
+    const auto text = store_.Get(key, kMaxDocumentBytes);
+    if (absl::IsNotFound(text.status())) return absl::OkStatus();
+    SP_RETURN_IF_ERROR(text.status());
+    v1::PartRecord record;
+    const bool readable = ParseStoredJson(*text, key, kFormatVersion, record).ok() &&
+                          record.layout_fingerprint() == entry.fingerprint && record.has_rank() &&
+                          record.rank() == rank && record.has_part() && record.part() == part &&
+                          record.file().key() == entry.part_key;
+    if (readable) entry.record = std::move(record);
+    journal_.push_back(std::move(entry));
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadCommit(const std::string& key) {
+    const std::string rest = key.substr(std::string(kWorkPrefix).size());
+    const std::string fingerprint = rest.substr(0, rest.find('/'));
+    if (!IsFingerprint(fingerprint) || key != CommitKey(fingerprint)) return absl::OkStatus();
+    const auto text = store_.Get(key, kMaxDocumentBytes);
+    if (absl::IsNotFound(text.status())) return absl::OkStatus();
+    SP_RETURN_IF_ERROR(text.status());
+    v1::Manifest commit;
+    if (ParseStoredJson(*text, key, kFormatVersion, commit).ok()) commits_[fingerprint] = commit;
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::string> FingerprintInHeader(const std::string& key) const {
+    SP_ASSIGN_OR_RETURN(const auto reader, store_.Open(key));
+    const int64_t file_size = reader->info().size_bytes;
+    std::string bytes(std::min(kHeaderLengthBytes, file_size), '\0');
+    SP_RETURN_IF_ERROR(ReadInto(*reader, 0, bytes));
+    const auto length = ParseHeaderLength(bytes, file_size, key);
+    if (!length.ok() || *length > kMaxForeignHeaderBytes) return std::string();
+    bytes.resize(*length);
+    SP_RETURN_IF_ERROR(ReadInto(*reader, kHeaderLengthBytes, bytes));
+    const auto header = ParseHeader(bytes, file_size, key);
+    if (!header.ok()) return std::string();
+    const auto it = header->metadata.find(kFingerprintMetadataKey);
+    return it == header->metadata.end() ? std::string() : it->second;
+  }
+
+  static absl::Status ReadInto(ObjectReader& reader, int64_t offset, std::string& bytes) {
+    return reader.ReadAt(offset,
+                         absl::MakeSpan(reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()));
+  }
+
+  ObjectStore& store_;
+  std::map<std::string, ObjectInfo> objects_;
+  std::vector<JournalEntry> journal_;
+  std::map<std::string, v1::Manifest> commits_;
+  std::set<std::string> journal_fingerprints_;
+  std::set<std::string> recorded_;  // keys of parts
+};
+
+// -- The plan's side --
+
+// Ranks that have a rank manifest: all of them, also those without parts, and the replicated
+// stream when it has any.
+std::vector<int32_t> ManifestRanks(const JobPlan& plan) {
+  std::vector<int32_t> ranks;
+  for (int32_t rank = 0; rank < plan.slices.rank_count(); ++rank) ranks.push_back(rank);
+  const std::vector<Region>& regions = plan.slices.regions();
+  if (std::any_of(regions.begin(), regions.end(),
+                  [](const Region& r) { return r.kind == Region::Kind::kReplicated; })) {
+    ranks.push_back(kReplicatedRank);
+  }
+  return ranks;
+}
+
+// Every name of ours that the plan's artefact has.
+std::set<std::string> NeededNames(const JobPlan& plan) {
+  std::set<std::string> names = {ManifestKey()};
+  for (const PlannedPart& planned : PlannedParts(plan)) {
+    names.insert(PartKeyOf(*planned.part, planned.rank));
+  }
+  for (const int32_t rank : ManifestRanks(plan)) names.insert(RankManifestKey(rank));
+  return names;
+}
+
+// The keys under which source files are copied, by source name.
+absl::StatusOr<std::map<std::string, std::string>> CopiedKeys(const JobPlan& plan) {
+  std::map<std::string, std::string> keys;
+  for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
+    const auto key = CopiedFileKey(file.name);
+    if (!key.ok()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("source file cannot be copied: ", MessageOf(key.status())));
+    }
+    keys[file.name] = *key;
+  }
+  return keys;
+}
+
+// Records of this plan by (rank, part).
+using Records = std::map<std::pair<int32_t, int32_t>, v1::PartRecord>;
+
+Records RecordsOf(const JobPlan& plan, const Destination& destination) {
+  Records records;
+  for (const JournalEntry& entry : destination.journal()) {
+    if (!entry.record.has_value() || entry.fingerprint != plan.fingerprint) continue;
+    if (entry.record->source_token() != plan.source_token) continue;
+    records[{entry.record->rank(), entry.record->part()}] = *entry.record;
+  }
+  return records;
+}
+
+// -- A committed artefact --
+
+// DATA_LOSS when a file that the manifest leads to is missing or not what it was, by what a listing
+// and the small files say. FAILED_PRECONDITION for a copied file that somebody changed.
+absl::Status CheckFiles(const v1::Manifest& manifest, const Destination& destination) {
+  for (const v1::SmallFile& file : manifest.rank_manifests()) {
+    SP_ASSIGN_OR_RETURN(const v1::RankManifest rank, ReadRankManifest(destination.store(), file));
+    for (const v1::FileRecord& data : rank.files()) {
+      const ObjectInfo* info = destination.Find(data.key());
+      if (info == nullptr) return absl::DataLossError(absl::StrCat(data.key(), ": missing"));
+      if (info->size_bytes != data.size_bytes()) {
+        return absl::DataLossError(
+            absl::StrCat(data.key(), ": ", info->size_bytes, " bytes, want ", data.size_bytes()));
+      }
+    }
+  }
+  for (const v1::SmallFile& file : manifest.copied_files()) {
+    if (destination.Find(file.key()) == nullptr) {
+      return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
+    }
+    SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(file));
+    if (!same) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(file.key(), " at ", destination.store().uri(),
+                       " was changed after it was copied, want SHA-256 ", file.sha256()));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The manifest at a destination, if there is one: the very artefact of the plan, or an error.
+struct Committed {
+  std::optional<v1::ManifestReference> whole;  // set when the artefact is complete
+  std::string damage;                          // else, when there is one, what is wrong with it
+};
+
+absl::StatusOr<Committed> FindCommitted(const JobPlan& plan, const Destination& destination) {
+  if (destination.Find(ManifestKey()) == nullptr) return Committed{};
+  ObjectStore& store = destination.store();
+  SP_ASSIGN_OR_RETURN(const std::string text, store.Get(ManifestKey(), kMaxDocumentBytes));
+  const auto manifest = ParseManifest(text);
+  if (absl::IsInvalidArgument(manifest.status())) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(store.uri(),
+                     " holds a manifest.json that is not ours, and the job needs the "
+                     "name: ",
+                     MessageOf(manifest.status())));
+  }
+  SP_RETURN_IF_ERROR(manifest.status());
+  if (manifest->layout_fingerprint() != plan.fingerprint) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(store.uri(), " holds another artefact: ",
+                     DescribeInputs(manifest->fingerprint_inputs(), plan.fingerprint_inputs)));
+  }
+  if (manifest->source_token() != plan.source_token) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        store.uri(), " holds this artefact of a source that has changed since (file versions): ",
+        DescribeTokens(manifest->source_token(), plan.source_token)));
+  }
+  const absl::Status files = CheckFiles(*manifest, destination);
+  if (absl::IsDataLoss(files)) {
+    return Committed{.whole = std::nullopt, .damage = MessageOf(files)};
+  }
+  SP_RETURN_IF_ERROR(files);
+  return Committed{.whole = ReferenceTo(*manifest, text, store), .damage = ""};
+}
+
+absl::Status NameClash(const std::string& key, const ObjectStore& store, const std::string& why) {
+  return absl::FailedPreconditionError(
+      absl::StrCat(key, " at ", store.uri(), " has a name that the job needs, ", why,
+                   "; move it away or choose another destination"));
+}
+
+// FAILED_PRECONDITION for an object under a name of ours that nothing accounts for, needed or not:
+// a loader that takes every part file of a directory would read it. A manifest of this very plan
+// (`has_manifest`) accounts for all names of the plan, whatever became of the objects.
+absl::Status CheckNames(const JobPlan& plan, const Destination& destination, bool has_manifest) {
+  const std::set<std::string> needed = NeededNames(plan);
+  for (const auto& [key, info] : destination.objects()) {
+    const ObjectName name = ParseObjectName(key);
+    if (std::holds_alternative<std::monostate>(name) || key == ManifestKey() ||
+        absl::StartsWith(key, kWorkPrefix)) {
+      continue;
+    }
+    if (destination.IsRecorded(key) || (has_manifest && needed.contains(key))) continue;
+    SP_ASSIGN_OR_RETURN(const std::string fingerprint, destination.FingerprintIn(key));
+    const bool ours = fingerprint == plan.fingerprint
+                          ? needed.contains(key)
+                          : !fingerprint.empty() && destination.HasJournal(fingerprint);
+    if (!ours) {
+      return NameClash(key, destination.store(), "and no record of ours accounts for it");
+    }
+  }
+  SP_ASSIGN_OR_RETURN(const auto copied, CopiedKeys(plan));
+  for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
+    const ObjectInfo* info = destination.Find(copied.at(file.name));
+    if (info == nullptr || info->size_bytes == file.info.size_bytes) continue;
+    bool ours = false;
+    for (const auto& [fingerprint, commit] : destination.commits()) {
+      for (const v1::SmallFile& created : commit.copied_files()) {
+        if (created.key() != copied.at(file.name)) continue;
+        SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(created));
+        ours = ours || same;
+      }
+    }
+    if (!ours) {
+      return NameClash(copied.at(file.name), destination.store(), "and is not the source's file");
+    }
+  }
+  return absl::OkStatus();
+}
+
+// -- Removing --
+
+absl::Status DeleteBelow(ObjectStore& store, const std::string& prefix) {
+  SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, store.List(prefix));
+  for (const ObjectEntry& entry : entries) SP_RETURN_IF_ERROR(store.Delete(entry.key));
+  return absl::OkStatus();
+}
+
+absl::Status DeleteTemporaries(const Destination& destination) {
+  for (const auto& [key, info] : destination.objects()) {
+    const ObjectName name = ParseObjectName(key);
+    if (std::holds_alternative<TemporaryFile>(name) || std::holds_alternative<Probe>(name)) {
+      SP_RETURN_IF_ERROR(destination.store().Delete(key));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Deletes what a commit that did not finish created.
+absl::Status DeleteCreated(const v1::Manifest& commit, const Destination& destination) {
+  for (const auto* files : {&commit.rank_manifests(), &commit.copied_files()}) {
+    for (const v1::SmallFile& file : *files) {
+      SP_ASSIGN_OR_RETURN(const bool ours, destination.HasContent(file));
+      if (ours) SP_RETURN_IF_ERROR(destination.store().Delete(file.key()));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Deletes all parts and rank manifests that are of one of these fingerprints, and are not kept.
+absl::Status DeleteOutput(const std::set<std::string>& fingerprints,
+                          const std::set<std::string>& keep, const Destination& destination) {
+  if (fingerprints.empty()) return absl::OkStatus();
+  std::set<std::string> doomed;
+  for (const JournalEntry& entry : destination.journal()) {
+    if (!fingerprints.contains(entry.fingerprint) || !entry.record.has_value()) continue;
+    if (destination.IsThere(*entry.record)) doomed.insert(entry.part_key);
+  }
+  for (const auto& [key, info] : destination.objects()) {
+    if (doomed.contains(key) || absl::StartsWith(key, kWorkPrefix)) continue;
+    if (std::holds_alternative<std::monostate>(ParseObjectName(key))) continue;
+    SP_ASSIGN_OR_RETURN(const std::string found, destination.FingerprintIn(key));
+    if (fingerprints.contains(found)) doomed.insert(key);
+  }
+  for (const std::string& key : doomed) {
+    if (!keep.contains(key)) SP_RETURN_IF_ERROR(destination.store().Delete(key));
+  }
+  return absl::OkStatus();
+}
+
+// Deletes the manifest of a damaged artefact of the plan, so that nobody takes it for a whole one.
+// Files of it that no longer say whose they are go first, while the manifest accounts for them.
+absl::Status Withdraw(const JobPlan& plan, const Destination& destination) {
+  for (const std::string& key : NeededNames(plan)) {
+    if (key == ManifestKey() || destination.Find(key) == nullptr) continue;
+    SP_ASSIGN_OR_RETURN(const std::string fingerprint, destination.FingerprintIn(key));
+    if (fingerprint == plan.fingerprint) continue;
+    SP_RETURN_IF_ERROR(destination.store().Delete(key));
+  }
+  return destination.store().Delete(ManifestKey());
+}
+
+// -- Commit --
+
+absl::Status CheckVersion(ObjectStore& source, const std::string& name, const std::string& etag) {
+  const auto info = source.Head(name);
+  if (absl::IsNotFound(info.status())) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("source file ", name, " is gone since the job was planned"));
+  }
+  SP_RETURN_IF_ERROR(info.status());
+  if (info->etag == etag) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("source file ", name,
+                                                    " changed since the job was planned: version ",
+                                                    info->etag, ", want ", etag));
+}
+
+absl::Status CheckSourceUnchanged(const JobPlan& plan, ObjectStore& source) {
+  const Checkpoint& checkpoint = plan.slices.checkpoint();
+  for (const CheckpointFile& file : checkpoint.files()) {
+    SP_RETURN_IF_ERROR(CheckVersion(source, file.name, file.etag));
+  }
+  for (const SmallFile& file : checkpoint.small_files()) {
+    SP_RETURN_IF_ERROR(CheckVersion(source, file.name, file.info.etag));
+  }
+  return absl::OkStatus();
+}
+
+int64_t NativeBytesOf(const v1::TensorRecord& tensor) {
+  if (tensor.expert_count() == 0) return tensor.size_bytes();  // stored unchanged
+  return tensor.expert_count() * tensor.native_rows() * tensor.native_row_bytes();
+}
+
+// Step 6: every planned part once, as planned and as stored.
+absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectStore& store) {
+  SP_ASSIGN_OR_RETURN(const CoverageTotals totals, ProveCoverage(plan.slices));
+  int64_t native = 0;
+  const std::vector<PlannedPart> parts = PlannedParts(plan);
+  for (const PlannedPart& planned : parts) {
+    const std::string key = PartKeyOf(*planned.part, planned.rank);
+    const auto found = records.find({planned.rank, planned.part->part});
+    if (found == records.end()) {
+      return absl::DataLossError(
+          absl::StrCat(key, ": not recorded (", plan.slices.regions()[planned.region].name, ")"));
+    }
+    const v1::PartRecord& record = found->second;
+    SP_ASSIGN_OR_RETURN(const v1::PartRecord want, PlannedRecord(plan, planned));
+    SP_RETURN_IF_ERROR(CheckRecord(record, want));
+    const auto info = store.Head(key);
+    if (absl::IsNotFound(info.status())) {
+      return absl::DataLossError(absl::StrCat(key, ": recorded, but gone"));
+    }
+    SP_RETURN_IF_ERROR(info.status());
+    if (info->size_bytes != record.file().size_bytes() || info->etag != record.etag()) {
+      return absl::DataLossError(absl::StrCat(key, ": ", info->size_bytes, " bytes in version ",
+                                              info->etag, ", want ", record.file().size_bytes(),
+                                              " in version ", record.etag()));
+    }
+    for (const v1::TensorRecord& tensor : record.file().tensors()) native += NativeBytesOf(tensor);
+  }
+  if (records.size() != parts.size()) {
+    return absl::DataLossError(
+        absl::StrCat(records.size(), " parts are recorded, ", parts.size(), " planned"));
+  }
+  const int64_t want = totals.routed_bytes + totals.replicated_bytes;
+  if (native != want) {
+    return absl::DataLossError(
+        absl::StrCat("the records hold ", native, " source bytes, the plan carries ", want));
+  }
+  return absl::OkStatus();
+}
+
+// The small files of an artefact, in memory.
+struct Documents {
+  std::map<std::string, std::string> bytes;  // by key
+  std::vector<v1::RankManifest> ranks;
+  v1::Manifest manifest;
+};
+
+absl::Status AddRankManifests(const JobPlan& plan, const Records& records, Documents& documents) {
+  for (const int32_t rank : ManifestRanks(plan)) {
+    v1::RankManifest document;
+    document.set_format_version(kFormatVersion);
+    document.set_layout_fingerprint(plan.fingerprint);
+    document.set_rank(rank);
+    const auto begin = records.lower_bound({rank, 0});
+    for (auto it = begin; it != records.end() && it->first.first == rank; ++it) {
+      *document.add_files() = it->second.file();
+    }
+    SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(document));
+    *documents.manifest.add_rank_manifests() = DescribeSmallFile(RankManifestKey(rank), text);
+    documents.bytes[RankManifestKey(rank)] = text;
+    documents.ranks.push_back(std::move(document));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AddCopiedFiles(const JobPlan& plan, ObjectStore& source, Documents& documents) {
+  SP_ASSIGN_OR_RETURN(const auto keys, CopiedKeys(plan));
+  for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
+    SP_ASSIGN_OR_RETURN(std::string bytes, source.Get(file.name, kMaxSmallFileBytes));
+    if (static_cast<int64_t>(bytes.size()) != file.info.size_bytes) {
+      return absl::FailedPreconditionError(absl::StrCat("source file ", file.name, " has ",
+                                                        bytes.size(), " bytes, was planned with ",
+                                                        file.info.size_bytes));
+    }
+    const std::string& key = keys.at(file.name);
+    *documents.manifest.add_copied_files() = DescribeSmallFile(key, bytes);
+    documents.bytes[key] = std::move(bytes);
+  }
+  return absl::OkStatus();
+}
+
+bool IsShuffled(const SlicePlan& slices) {
+  return std::any_of(
+      slices.fused_tensors().begin(), slices.fused_tensors().end(), [](const FusedTensor& tensor) {
+        return tensor.job.layout != LayoutId::kRowMajor || tensor.job.row_order != RowOrder::kAsIs;
+      });
+}
+
+void DescribePlan(const JobPlan& plan, v1::Manifest& manifest) {
+  const v1::PlanSummary& summary = plan.summary;
+  manifest.set_format_version(kFormatVersion);
+  manifest.set_tool_version(kToolVersion);
+  manifest.set_stage(kPreparedStage);
+  manifest.set_layout_fingerprint(plan.fingerprint);
+  manifest.set_fingerprint_inputs(plan.fingerprint_inputs);
+  manifest.set_source_token(plan.source_token);
+  manifest.set_family(summary.family());
+  *manifest.mutable_parallel_layout() = plan.target().parallel_layout();
+  manifest.set_rank_numbering(kRankNumbering);
+  *manifest.mutable_kernel_target() = summary.kernel_target();
+  manifest.set_backend_reason(summary.backend_reason());
+  manifest.set_gate_mode(summary.gate_mode());
+  *manifest.mutable_alignment() = summary.alignment();
+  *manifest.mutable_extents() = summary.extents();
+  const v1::Extents& extents = summary.extents();
+  manifest.set_hidden_pad(extents.padded_hidden() - extents.hidden());
+  manifest.set_intermediate_pad(extents.padded_intermediate() - extents.intermediate());
+  manifest.set_minimum_aiter_version(summary.minimum_aiter_version());
+  *manifest.mutable_fused_tensors() = summary.fused_tensors();
+  manifest.set_naming(plan.target().naming());
+  manifest.set_carry(plan.spec.carry());
+  manifest.set_include_mtp(plan.spec.include_mtp());
+  manifest.set_part_size_bytes(plan.spec.part_size_bytes());
+  manifest.set_is_shuffled(IsShuffled(plan.slices));
+  // What every family of MoeCheckpoint stores: E2M1 pairs, low nibble first, with E8M0 scales.
+  manifest.set_fp4_nibble_order("low-nibble-first");
+  manifest.set_scale_format("e8m0");
+  manifest.set_expert_count(summary.expert_count());
+  manifest.set_hidden_size(summary.hidden_size());
+  manifest.set_intermediate_size(summary.intermediate_size());
+  manifest.set_routed_layer_count(summary.routed_layer_count());
+  manifest.set_mtp_layer_count(summary.mtp_layer_count());
+  manifest.set_rank_count(summary.rank_count());
+  manifest.set_routed_bytes_per_rank(summary.routed_bytes_per_rank());
+  manifest.set_padding_bytes_per_rank(summary.padding_bytes_per_rank());
+  manifest.set_replicated_bytes(summary.replicated_bytes());
+  for (const OmittedTensor& tensor : plan.slices.omitted()) {
+    v1::NotCarried& entry = *manifest.add_not_carried();
+    entry.set_name(tensor.name);
+    entry.set_size_bytes(tensor.size_bytes);
+    entry.set_reason(tensor.reason);
+  }
+  *manifest.mutable_stale_index_entries() = summary.stale_index_entries();
+}
+
+absl::StatusOr<Documents> MakeDocuments(const JobPlan& plan, const Records& records,
+                                        ObjectStore& source) {
+  Documents documents;
+  DescribePlan(plan, documents.manifest);
+  SP_RETURN_IF_ERROR(AddRankManifests(plan, records, documents));
+  SP_RETURN_IF_ERROR(AddCopiedFiles(plan, source, documents));
+  v1::Manifest& manifest = documents.manifest;
+  for (const v1::RankManifest& rank : documents.ranks) {
+    manifest.set_file_count(manifest.file_count() + rank.files_size());
+    for (const v1::FileRecord& file : rank.files()) {
+      manifest.set_total_bytes(manifest.total_bytes() + file.size_bytes());
+    }
+  }
+  manifest.set_content_id(
+      ContentId(documents.ranks, manifest.rank_manifests(), manifest.copied_files()));
+  return documents;
+}
+
+// Copied files that this commit, or an earlier attempt at it, creates. One that is there already
+// belongs to somebody else and must be equal.
+absl::StatusOr<std::vector<v1::SmallFile>> CreatedCopies(const JobPlan& plan,
+                                                         const Documents& documents,
+                                                         const Destination& destination) {
+  std::map<std::string, std::string> earlier;  // key -> SHA-256
+  if (const auto it = destination.commits().find(plan.fingerprint);
+      it != destination.commits().end()) {
+    for (const v1::SmallFile& file : it->second.copied_files()) {
+      SP_ASSIGN_OR_RETURN(const bool ours, destination.HasContent(file));
+      if (ours) earlier[file.key()] = file.sha256();
+    }
+  }
+  std::vector<v1::SmallFile> created;
+  for (const v1::SmallFile& file : documents.manifest.copied_files()) {
+    if (destination.Find(file.key()) == nullptr || earlier.contains(file.key())) {
+      created.push_back(file);
+      continue;
+    }
+    SP_ASSIGN_OR_RETURN(const bool equal, destination.HasContent(file));
+    if (!equal) return NameClash(file.key(), destination.store(), "and is not the source's file");
+  }
+  return created;
+}
+
+// Step 7.
+absl::Status WriteSmallFiles(const JobPlan& plan, const Documents& documents,
+                             const Destination& destination) {
+  SP_ASSIGN_OR_RETURN(const std::vector<v1::SmallFile> copies,
+                      CreatedCopies(plan, documents, destination));
+  v1::Manifest commit;
+  commit.set_format_version(kFormatVersion);
+  commit.set_layout_fingerprint(plan.fingerprint);
+  commit.set_source_token(plan.source_token);
+  *commit.mutable_rank_manifests() = documents.manifest.rank_manifests();
+  for (const v1::SmallFile& file : copies) *commit.add_copied_files() = file;
+  SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(commit));
+  ObjectStore& store = destination.store();
+  SP_RETURN_IF_ERROR(store.Put(CommitKey(plan.fingerprint), text, CommitGate()).status());
+  for (const auto* files : {&commit.copied_files(), &commit.rank_manifests()}) {
+    for (const v1::SmallFile& file : *files) {
+      SP_RETURN_IF_ERROR(
+          store.Put(file.key(), documents.bytes.at(file.key()), CommitGate()).status());
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Step 8.
+absl::Status PublishManifest(const std::string& text, const CommitGate& gate, ObjectStore& store) {
+  const absl::Status put = store.PutIfAbsent(ManifestKey(), text, gate).status();
+  if (!absl::IsAlreadyExists(put)) return put;
+  SP_ASSIGN_OR_RETURN(const std::string there, store.Get(ManifestKey(), kMaxDocumentBytes));
+  if (there == text) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("another manifest.json was committed at ",
+                                                    store.uri(), " first: SHA-256 ",
+                                                    Sha256Hex(there), ", want ", Sha256Hex(text)));
+}
+
+}  // namespace
+
+absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
+  DestinationState state;
+  if (committed.whole.has_value()) {
+    state.kind = DestinationState::Kind::kComplete;
+    state.manifest = *committed.whole;
+    return state;
+  }
+  state.damage = committed.damage;
+  SP_RETURN_IF_ERROR(CheckNames(plan, found, !committed.damage.empty()));
+  const Records records = RecordsOf(plan, found);
+  std::map<RankTaskId, bool> tasks;
+  bool any = false;
+  for (const PlannedPart& planned : PlannedParts(plan)) {
+    bool& done = tasks.try_emplace({planned.region, planned.rank}, true).first->second;
+    const auto it = records.find({planned.rank, planned.part->part});
+    if (it == records.end() || !found.IsThere(it->second)) {
+      done = false;
+      continue;
+    }
+    SP_ASSIGN_OR_RETURN(const v1::PartRecord want, PlannedRecord(plan, planned));
+    const bool counts = CheckRecord(it->second, want).ok();
+    done = done && counts;
+    any = any || counts;
+  }
+  for (const auto& [task, done] : tasks) {
+    if (done) state.done.push_back(task);
+  }
+  if (any) state.kind = DestinationState::Kind::kResumable;
+  return state;
+}
+
+absl::Status ClearLeftovers(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
+  if (committed.whole.has_value()) return absl::OkStatus();
+  if (!committed.damage.empty()) SP_RETURN_IF_ERROR(Withdraw(plan, found));
+  SP_RETURN_IF_ERROR(DeleteTemporaries(found));
+
+  std::set<std::string> others;
+  std::set<std::string> kept;  // parts with a record that counts
+  for (const JournalEntry& entry : found.journal()) {
+    if (entry.fingerprint != plan.fingerprint) others.insert(entry.fingerprint);
+  }
+  for (const auto& [fingerprint, commit] : found.commits()) {
+    if (fingerprint != plan.fingerprint) others.insert(fingerprint);
+  }
+  for (const auto& [id, record] : RecordsOf(plan, found)) {
+    if (found.IsThere(record)) kept.insert(record.file().key());
+  }
+  SP_RETURN_IF_ERROR(DeleteOutput(others, kept, found));
+  for (const std::string& fingerprint : others) {
+    const auto commit = found.commits().find(fingerprint);
+    if (commit != found.commits().end()) SP_RETURN_IF_ERROR(DeleteCreated(commit->second, found));
+    SP_RETURN_IF_ERROR(DeleteBelow(destination, JournalPrefix(fingerprint)));
+  }
+  // Of this fingerprint: what was made of another version of the source.
+  for (const JournalEntry& entry : found.journal()) {
+    if (entry.fingerprint != plan.fingerprint) continue;
+    if (entry.record.has_value() && entry.record->source_token() == plan.source_token) continue;
+    if (entry.record.has_value() && found.IsThere(*entry.record)) {
+      SP_RETURN_IF_ERROR(destination.Delete(entry.part_key));
+    }
+    SP_RETURN_IF_ERROR(destination.Delete(entry.key));
+  }
+  const auto own = found.commits().find(plan.fingerprint);
+  if (own != found.commits().end() && own->second.source_token() != plan.source_token) {
+    SP_RETURN_IF_ERROR(DeleteCreated(own->second, found));
+    SP_RETURN_IF_ERROR(destination.Delete(CommitKey(plan.fingerprint)));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<PlannedPart> PlannedParts(const JobPlan& plan) {
+  std::vector<PlannedPart> parts;
+  const std::vector<Region>& regions = plan.slices.regions();
+  for (int32_t region = 0; region < static_cast<int32_t>(regions.size()); ++region) {
+    for (const int32_t rank : plan.slices.RanksOf(regions[region])) {
+      for (const PartPlan& part : regions[region].parts) parts.push_back({region, rank, &part});
+    }
+  }
+  return parts;
+}
+
+absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedPart& planned) {
+  const PartPlan& part = *planned.part;
+  const int32_t rank = planned.rank;
+  SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(plan, part, rank));
+  const auto data_start = static_cast<int64_t>(header.size());
+  v1::PartRecord record;
+  record.set_format_version(kFormatVersion);
+  record.set_layout_fingerprint(plan.fingerprint);
+  record.set_source_token(plan.source_token);
+  record.set_rank(rank);
+  record.set_part(part.part);
+  record.set_region(planned.region);
+  v1::FileRecord& file = *record.mutable_file();
+  file.set_key(PartKeyOf(part, rank));
+  file.set_size_bytes(data_start + part.data_bytes);
+  const bool routed = plan.slices.regions()[planned.region].kind == Region::Kind::kRouted;
+  for (const PartTensor& tensor : part.tensors) {
+    v1::TensorRecord& out = *file.add_tensors();
+    out.set_name(tensor.name);
+    out.set_dtype(std::string(DtypeName(tensor.dtype)));
+    for (const int64_t extent : tensor.shape) out.add_shape(extent);
+    out.set_offset(data_start + tensor.data_offset);
+    out.set_size_bytes(tensor.size_bytes);
+    out.set_layout(GetLayoutInfo(LayoutId::kRowMajor).name);
+    out.set_row_order("as-is");
+    out.set_half_count(1);
+    if (!routed) continue;
+    const FusedTensor& fused = plan.slices.fused_tensors()[tensor.source];
+    out.set_layout(GetLayoutInfo(fused.job.layout).name);
+    out.set_row_order(fused.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is");
+    out.set_fill(fused.fill);
+    out.set_expert_count(fused.experts);
+    out.set_native_rows(fused.native_rows);
+    out.set_padded_rows(fused.job.rows);
+    out.set_native_row_bytes(fused.job.native_cols);
+    out.set_padded_row_bytes(fused.job.padded_cols);
+    out.set_half_count(fused.halves);
+    out.add_native_extent(fused.native_rows);
+    out.add_native_extent(fused.native_row_elements);
+    out.set_block_size(static_cast<int32_t>(plan.slices.moe().block_size));
+  }
+  return record;
+}
+
+absl::Status CheckRecord(const v1::PartRecord& record, const v1::PartRecord& planned) {
+  SP_RETURN_IF_ERROR(CheckFileRecord(record.file()));
+  v1::PartRecord described = record;
+  described.clear_etag();
+  described.mutable_file()->clear_chunk_sha256();
+  described.mutable_file()->clear_digest();
+  for (v1::TensorRecord& tensor : *described.mutable_file()->mutable_tensors()) {
+    const auto crc = HexDecode(tensor.native_crc32c());
+    if (!crc.ok() || crc->size() != sizeof(uint32_t)) {
+      return absl::DataLossError(absl::StrCat(record.file().key(), ": tensor ", tensor.name(),
+                                              ": native CRC '", tensor.native_crc32c(),
+                                              "' is no CRC-32C"));
+    }
+    tensor.clear_native_crc32c();
+  }
+  google::protobuf::util::MessageDifferencer differencer;
+  std::string differences;
+  differencer.ReportDifferencesToString(&differences);
+  if (differencer.Compare(planned, described)) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(record.file().key(), ": record differs from the plan: ",
+                                          differences.substr(0, differences.find('\n'))));
+}
+
+absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
+                        const CommitGate& gate) {
+  SP_CHECK(record.has_rank() && record.has_part() && record.has_region());
+  SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(record));
+  const std::string key = JournalKey(record.layout_fingerprint(), record.rank(), record.part());
+  return destination.Put(key, text, gate).status();
+}
+
+absl::StatusOr<bool> IsRecorded(const JobPlan& plan, int32_t part, int32_t rank,
+                                ObjectStore& destination) {
+  const std::string key = JournalKey(plan.fingerprint, rank, part);
+  const auto text = destination.Get(key, kMaxDocumentBytes);
+  if (absl::IsNotFound(text.status())) return false;
+  SP_RETURN_IF_ERROR(text.status());
+  v1::PartRecord record;
+  if (!ParseStoredJson(*text, key, kFormatVersion, record).ok()) return false;
+  if (record.source_token() != plan.source_token) return false;
+  const auto info = destination.Head(record.file().key());
+  if (absl::IsNotFound(info.status())) return false;
+  SP_RETURN_IF_ERROR(info.status());
+  return info->size_bytes == record.file().size_bytes() && info->etag == record.etag();
+}
+
+absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
+                                                     ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
+  if (committed.whole.has_value()) return *committed.whole;
+  SP_RETURN_IF_ERROR(CheckSourceUnchanged(plan, source));
+  if (!committed.damage.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        destination.uri(), " holds a damaged artefact of this plan: ", committed.damage));
+  }
+  SP_RETURN_IF_ERROR(CheckNames(plan, found, /*has_manifest=*/false));
+  const Records records = RecordsOf(plan, found);
+  SP_RETURN_IF_ERROR(ProveRecords(plan, records, destination));
+  SP_ASSIGN_OR_RETURN(const Documents documents, MakeDocuments(plan, records, source));
+  SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(documents.manifest));
+  SP_RETURN_IF_ERROR(WriteSmallFiles(plan, documents, found));
+  const auto gate = [&] { return CheckSourceUnchanged(plan, source); };
+  SP_RETURN_IF_ERROR(PublishManifest(text, gate, destination));
+  return ReferenceTo(documents.manifest, text, destination);
+}
+
+absl::Status RemoveJournal(ObjectStore& destination) {
+  return DeleteBelow(destination, kWorkPrefix);
+}
+
+absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  bool is_committed = false;
+  if (found.Find(ManifestKey()) != nullptr) {
+    SP_ASSIGN_OR_RETURN(const std::string text, destination.Get(ManifestKey(), kMaxDocumentBytes));
+    const auto manifest = ParseManifest(text);
+    is_committed = manifest.ok() && manifest->layout_fingerprint() == plan.fingerprint;
+  }
+  if (!is_committed) {
+    SP_RETURN_IF_ERROR(DeleteOutput({plan.fingerprint}, {}, found));
+    const auto commit = found.commits().find(plan.fingerprint);
+    if (commit != found.commits().end()) SP_RETURN_IF_ERROR(DeleteCreated(commit->second, found));
+  }
+  SP_RETURN_IF_ERROR(DeleteTemporaries(found));
+  return DeleteBelow(destination, JournalPrefix(plan.fingerprint));
+}
+
+absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store) {
+  const auto text = store.Get(ManifestKey(), kMaxDocumentBytes);
+  if (absl::IsNotFound(text.status())) {
+    return absl::NotFoundError(
+        absl::StrCat("no artefact at ", store.uri(), ": ", ManifestKey(), " is not there"));
+  }
+  SP_RETURN_IF_ERROR(text.status());
+  return ParseManifest(*text);
+}
+
+absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text) {
+  v1::Manifest manifest;
+  SP_RETURN_IF_ERROR(ParseStoredJson(text, ManifestKey(), kFormatVersion, manifest));
+  if (manifest.stage() != kPreparedStage) {
+    return absl::InvalidArgumentError(absl::StrCat(ManifestKey(), ": stage '", manifest.stage(),
+                                                   "', want '", kPreparedStage, "'"));
+  }
+  if (!IsFingerprint(manifest.layout_fingerprint()) ||
+      Sha256Hex(manifest.fingerprint_inputs()) != manifest.layout_fingerprint()) {
+    return absl::InvalidArgumentError(absl::StrCat(ManifestKey(), ": layout_fingerprint '",
+                                                   manifest.layout_fingerprint(),
+                                                   "' is not the SHA-256 of fingerprint_inputs"));
+  }
+  return manifest;
+}
+
+absl::StatusOr<v1::RankManifest> ReadRankManifest(ObjectStore& store, const v1::SmallFile& file) {
+  const auto text = store.Get(file.key(), kMaxDocumentBytes);
+  if (absl::IsNotFound(text.status())) {
+    return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
+  }
+  SP_RETURN_IF_ERROR(text.status());
+  return ParseRankManifest(*text, file);
+}
+
+absl::StatusOr<v1::RankManifest> ParseRankManifest(const std::string& text,
+                                                   const v1::SmallFile& file) {
+  if (static_cast<int64_t>(text.size()) != file.size_bytes() || Sha256Hex(text) != file.sha256()) {
+    return absl::DataLossError(absl::StrCat(file.key(), ": ", text.size(), " bytes with SHA-256 ",
+                                            Sha256Hex(text), ", want ", file.size_bytes(), " with ",
+                                            file.sha256()));
+  }
+  v1::RankManifest manifest;
+  SP_RETURN_IF_ERROR(ParseStoredJson(text, file.key(), kFormatVersion, manifest));
+  return manifest;
+}
+
+absl::Status CheckFileRecord(const v1::FileRecord& file) {
+  const auto fail = [&](const std::string& what) {
+    return absl::DataLossError(absl::StrCat(file.key(), ": ", what));
+  };
+  if (file.size_bytes() < 0) return fail(absl::StrCat("size ", file.size_bytes()));
+  const int64_t chunks =
+      file.size_bytes() / kDigestChunkBytes + (file.size_bytes() % kDigestChunkBytes != 0 ? 1 : 0);
+  if (file.chunk_sha256_size() != chunks) {
+    return fail(absl::StrCat(file.chunk_sha256_size(), " chunk digests for ", file.size_bytes(),
+                             " bytes, want ", chunks));
+  }
+  std::vector<Sha256Bytes> digests;
+  for (const std::string& hex : file.chunk_sha256()) {
+    const auto bytes = HexDecode(hex);
+    if (!bytes.ok() || bytes->size() != sizeof(Sha256Bytes)) {
+      return fail(absl::StrCat("chunk digest '", hex, "' is no SHA-256"));
+    }
+    std::copy(bytes->begin(), bytes->end(), digests.emplace_back().begin());
+  }
+  if (DigestOfChunks(digests) != file.digest()) {
+    return fail(absl::StrCat("digest ", file.digest(), ", but its chunk digests give ",
+                             DigestOfChunks(digests)));
+  }
+  int64_t end = 0;
+  for (const v1::TensorRecord& tensor : file.tensors()) {
+    if (tensor.offset() < end || tensor.size_bytes() < 0 ||
+        tensor.size_bytes() > file.size_bytes() - tensor.offset()) {
+      return fail(absl::StrCat("tensor ", tensor.name(), ": ", tensor.size_bytes(), " bytes at ",
+                               tensor.offset(), " do not lie in [", end, ", ", file.size_bytes(),
+                               ")"));
+    }
+    end = tensor.offset() + tensor.size_bytes();
+  }
+  return absl::OkStatus();
+}
+
+std::string DescribeInputs(const std::string& found, const std::string& want) {
+  return DescribeDifferences(ParseInputs(found), ParseInputs(want));
+}
+
+std::string ContentId(const std::vector<v1::RankManifest>& ranks,
+                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& rank_manifests,
+                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& copied_files) {
+  std::map<std::string, std::string> digests;
+  for (const v1::RankManifest& rank : ranks) {
+    for (const v1::FileRecord& file : rank.files()) digests[file.key()] = file.digest();
+  }
+  for (const auto* files : {&rank_manifests, &copied_files}) {
+    for (const v1::SmallFile& file : *files) {
+      digests[file.key()] = absl::StrCat("sha256:", file.sha256());
+    }
+  }
+  std::string text;
+  for (const auto& [key, digest] : digests) {
+    text.append(key);
+    text.push_back('\0');
+    text.append(digest);
+    text.push_back('\n');
+  }
+  return Sha256Hex(text);
+}
+
+}  // namespace shardprep

@@ -1,0 +1,130 @@
+// The destination of a job: what lies there, how a part is recorded, how the artefact is committed,
+// and how the job's traces are removed. Design of the protocol in artifact.cc.
+//
+// Everything here assumes that no other job writes to the destination at the same time; the
+// controller sees to that. All functions block on the stores and hold no state of their own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "shardprep/v1/manifest.pb.h"
+#include "shardprep/v1/prep.pb.h"
+#include "workers/job_plan.h"
+#include "workers/object_store.h"
+
+namespace shardprep {
+
+// A rank's share of a region, or (rank kReplicatedRank) a region of replicated tensors.
+struct RankTaskId {
+  int32_t region = 0;
+  int32_t rank = 0;
+  friend bool operator==(const RankTaskId&, const RankTaskId&) = default;
+  friend auto operator<=>(const RankTaskId&, const RankTaskId&) = default;
+};
+
+struct DestinationState {
+  enum class Kind {
+    kFresh,      // nothing of ours, or only what ClearLeftovers removes or this plan overwrites
+    kResumable,  // recorded parts of this very plan
+    kComplete,   // a committed artefact of this very plan
+  };
+  Kind kind = Kind::kFresh;
+  std::vector<RankTaskId> done;    // sorted: rank tasks whose parts are all recorded and there
+  v1::ManifestReference manifest;  // set when kComplete
+  std::string damage;              // why a committed artefact of this plan is not kComplete
+};
+
+// Looks at the destination and writes nothing. A recorded part counts when the object has the
+// recorded size and ETag. A complete artefact counts when the manifest parses, fingerprint and
+// source token are equal, every data file that it lists has its size and every rank manifest and
+// copied file its SHA-256. A committed artefact of this plan of which files are missing or have
+// another size is kFresh: ClearLeftovers withdraws its manifest and the job makes it again.
+// Errors: FAILED_PRECONDITION when a committed artefact of another fingerprint or source lies there
+// (the message names the source files that changed, or the inputs that differ); when an object has
+// a name that the job needs and no record of ours accounts for it; or when a copied file was
+// changed after it was copied.
+absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& destination);
+
+// Deletes temporary objects, and what the journals of other fingerprints or source tokens recorded
+// at a destination without a manifest. Called once before a job's first write, at a destination
+// that InspectDestination has accepted as kFresh or kResumable.
+absl::Status ClearLeftovers(const JobPlan& plan, ObjectStore& destination);
+
+// One part of one rank; `part` points into the plan.
+struct PlannedPart {
+  int32_t region = 0;
+  int32_t rank = 0;
+  const PartPlan* part = nullptr;
+};
+
+// Every part of every rank, in region order.
+std::vector<PlannedPart> PlannedParts(const JobPlan& plan);
+
+// Everything that the plan says about a part, so all of its record except digests, native CRCs and
+// the ETag. INVALID_ARGUMENT when the part's header is too large for its format.
+absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedPart& planned);
+
+// Whether a record has all that a record has, and says what the plan says. DATA_LOSS naming the
+// file and the first field that differs.
+absl::Status CheckRecord(const v1::PartRecord& record, const v1::PartRecord& planned);
+
+// Makes a finished part part of the journal: the resume record.
+absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
+                        const CommitGate& gate);
+
+// Whether a part of this plan is in the journal under the plan's source token, and its object still
+// has the recorded size and ETag. For a worker that must not do it again.
+absl::StatusOr<bool> IsRecorded(const JobPlan& plan, int32_t part, int32_t rank,
+                                ObjectStore& destination);
+
+// Copies the small files, writes rank manifests, proves coverage on the records, and publishes
+// manifest.json last and if-absent. Idempotent: a manifest with equal bytes is a success.
+// Errors: DATA_LOSS when an object's size or ETag is not as recorded, or coverage is incomplete;
+// FAILED_PRECONDITION when another manifest got there first, a source file changed, or a copied
+// file's name is taken by another file.
+absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
+                                                     ObjectStore& destination);
+
+// Removes the journal and temporaries after a commit.
+absl::Status RemoveJournal(ObjectStore& destination);
+
+// Deletes all that the job wrote: recorded parts, unrecorded parts of its plan, journal, rank
+// manifests, copied files that it created. Never unrelated objects, and never the files of a
+// committed artefact. For cancelled jobs that have written here.
+absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination);
+
+// Reads and parses manifest.json. NOT_FOUND when there is none, INVALID_ARGUMENT when it is
+// malformed or not one of ours, FAILED_PRECONDITION for another format version.
+absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store);
+
+// The same from the bytes of manifest.json.
+absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text);
+
+// Reads the rank manifest that `file` refers to. DATA_LOSS when it is missing or its size or
+// SHA-256 is not as referred to.
+absl::StatusOr<v1::RankManifest> ReadRankManifest(ObjectStore& store, const v1::SmallFile& file);
+
+// The same from the bytes of the rank manifest.
+absl::StatusOr<v1::RankManifest> ParseRankManifest(const std::string& text,
+                                                   const v1::SmallFile& file);
+
+// Whether a file's digests agree with its size and with each other, and its tensors lie in it
+// without overlap: then chunk digests can be relied on for every byte. DATA_LOSS naming the file.
+absl::Status CheckFileRecord(const v1::FileRecord& file);
+
+// How two fingerprint inputs differ, for people: "profile is logical, want aiter-separated; ...".
+// Source files are named. Empty when they do not differ or are not JSON.
+std::string DescribeInputs(const std::string& found, const std::string& want);
+
+// Content id: SHA-256, in hexadecimal, over one line for each file of the artefact except
+// manifest.json, sorted bytewise: the key, a NUL, the digest, a line feed. The digest of a data
+// file is its "sha256-16m:<hex>", that of a small file "sha256:<hex>".
+std::string ContentId(const std::vector<v1::RankManifest>& ranks,
+                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& rank_manifests,
+                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& copied_files);
+
+}  // namespace shardprep

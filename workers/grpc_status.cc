@@ -1,0 +1,109 @@
+#include "workers/grpc_status.h"
+
+#include <grpcpp/support/status.h>
+
+#include <optional>
+#include <utility>
+
+#include "absl/strings/cord.h"
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+
+namespace shardprep {
+namespace {
+
+constexpr char kErrorInfoUrl[] = "type.googleapis.com/google.rpc.ErrorInfo";
+constexpr char kDomain[] = "shardprep";
+constexpr size_t kMaxMessageSize = 4096;
+
+std::optional<google::rpc::ErrorInfo> AttachedInfo(const absl::Status& status) {
+  const absl::optional<absl::Cord> payload = status.GetPayload(kErrorInfoUrl);
+  google::rpc::ErrorInfo info;
+  if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
+  return info;
+}
+
+google::rpc::ErrorInfo InfoOf(const absl::Status& status) {
+  if (std::optional<google::rpc::ErrorInfo> info = AttachedInfo(status)) return *info;
+  google::rpc::ErrorInfo info;
+  info.set_reason(absl::StatusCodeToString(status.code()));
+  info.set_domain(kDomain);
+  return info;
+}
+
+// Cuts at a character's start, so that what is left stays valid UTF-8.
+std::string Shortened(absl::string_view message) {
+  if (message.size() <= kMaxMessageSize) return std::string(message);
+  size_t end = kMaxMessageSize;
+  while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xC0) == 0x80) --end;
+  return std::string(message.substr(0, end)) + "...";
+}
+
+}  // namespace
+
+absl::Status WithReason(absl::Status status, const std::string& reason,
+                        const std::map<std::string, std::string>& metadata) {
+  if (status.ok()) return status;
+  google::rpc::ErrorInfo info;
+  info.set_reason(reason);
+  info.set_domain(kDomain);
+  for (const auto& [key, value] : metadata) (*info.mutable_metadata())[key] = value;
+  status.SetPayload(kErrorInfoUrl, absl::Cord(info.SerializeAsString()));
+  return status;
+}
+
+ErrorReason ReasonOf(const absl::Status& status) {
+  const google::rpc::ErrorInfo info = InfoOf(status);
+  ErrorReason result;
+  result.reason = info.reason();
+  for (const auto& [key, value] : info.metadata()) result.metadata[key] = value;
+  return result;
+}
+
+google::rpc::Status ToRpcStatus(const absl::Status& status) {
+  google::rpc::Status result;
+  if (status.ok()) return result;
+  result.set_code(static_cast<int>(status.code()));
+  result.set_message(Shortened(status.message()));
+  google::rpc::ErrorInfo info = InfoOf(status);
+  for (auto& [key, value] : *info.mutable_metadata()) value = Shortened(value);
+  result.add_details()->PackFrom(info);
+  return result;
+}
+
+absl::Status FromRpcStatus(const google::rpc::Status& status) {
+  if (status.code() == 0) return absl::OkStatus();
+  const bool canonical = status.code() > 0 && status.code() <= 16;
+  absl::Status result(
+      canonical ? static_cast<absl::StatusCode>(status.code()) : absl::StatusCode::kUnknown,
+      status.message());
+  for (const google::protobuf::Any& detail : status.details()) {
+    google::rpc::ErrorInfo info;
+    if (detail.Is<google::rpc::ErrorInfo>() && detail.UnpackTo(&info)) {
+      result.SetPayload(kErrorInfoUrl, absl::Cord(info.SerializeAsString()));
+    }
+  }
+  return result;
+}
+
+grpc::Status ToGrpcStatus(const absl::Status& status) {
+  if (status.ok()) return grpc::Status::OK;
+  const google::rpc::Status details = ToRpcStatus(status);
+  return grpc::Status(static_cast<grpc::StatusCode>(details.code()), details.message(),
+                      details.SerializeAsString());
+}
+
+absl::Status FromGrpcStatus(const grpc::Status& status) {
+  if (status.ok()) return absl::OkStatus();
+  google::rpc::Status details;
+  if (!status.error_details().empty() && details.ParseFromString(status.error_details()) &&
+      details.code() == static_cast<int>(status.error_code())) {
+    return FromRpcStatus(details);
+  }
+  details.Clear();
+  details.set_code(static_cast<int>(status.error_code()));
+  details.set_message(status.error_message());
+  return FromRpcStatus(details);
+}
+
+}  // namespace shardprep

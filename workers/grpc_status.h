@@ -1,0 +1,44 @@
+// The one place where absl::Status meets the wire. Codes are numerically the same on both sides;
+// details travel as google.rpc.ErrorInfo with domain "shardprep".
+#pragma once
+
+#include <map>
+#include <string>
+
+#include "absl/status/status.h"
+
+namespace grpc {
+class Status;
+}  // namespace grpc
+namespace google::rpc {
+class Status;
+}  // namespace google::rpc
+
+namespace shardprep {
+
+// Why, for programs: the reason is UPPER_SNAKE and stable, the metadata holds every dynamic value
+// of the message that a caller may want to act on.
+struct ErrorReason {
+  std::string reason;
+  std::map<std::string, std::string> metadata;
+};
+
+// `status` with a reason attached in place of an older one. OK stays OK.
+absl::Status WithReason(absl::Status status, const std::string& reason,
+                        const std::map<std::string, std::string>& metadata = {});
+
+// The reason attached to `status`; without one, the name of its code ("DATA_LOSS").
+ErrorReason ReasonOf(const absl::Status& status);
+
+// For answers of an RPC. A non-OK result always carries an ErrorInfo. Messages are cut to 4 KiB,
+// since they travel in HTTP/2 headers, which both ends bound.
+grpc::Status ToGrpcStatus(const absl::Status& status);
+// For results of a call.
+absl::Status FromGrpcStatus(const grpc::Status& status);
+
+// For statuses inside messages (PrepJob.error, LeaseReport.error).
+google::rpc::Status ToRpcStatus(const absl::Status& status);
+// A code that is not canonical becomes UNKNOWN.
+absl::Status FromRpcStatus(const google::rpc::Status& status);
+
+}  // namespace shardprep

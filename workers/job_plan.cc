@@ -1,0 +1,450 @@
+#include "workers/job_plan.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/layout.h"
+#include "kernels/status_macros.h"
+#include "workers/canonical_json.h"
+#include "workers/digest.h"
+#include "workers/object_names.h"
+#include "workers/open_store.h"
+#include "workers/policy_file.h"
+
+namespace shardprep {
+namespace {
+
+constexpr int64_t kDefaultPartBytes = int64_t{2} << 30;
+constexpr int64_t kMinPartBytes = 4096;
+constexpr int64_t kMaxPartBytes = int64_t{1} << 42;
+constexpr int32_t kMaxWorldSize = 4096;
+constexpr int kListedNotCarried = 100;
+constexpr char kRankNumbering[] = "dp_rank*tensor_parallel_size+tp_rank";
+
+absl::Status NormalizeParallelLayout(v1::ParallelLayout& layout) {
+  if (!layout.has_tensor_parallel_size()) {
+    return absl::InvalidArgumentError("parallel_layout.tensor_parallel_size is not set");
+  }
+  if (!layout.has_data_parallel_size()) layout.set_data_parallel_size(1);
+  if (!layout.has_expert_parallel_size()) layout.set_expert_parallel_size(1);
+  const std::pair<const char*, int32_t> sizes[] = {
+      {"tensor_parallel_size", layout.tensor_parallel_size()},
+      {"data_parallel_size", layout.data_parallel_size()},
+      {"expert_parallel_size", layout.expert_parallel_size()}};
+  for (const auto& [name, size] : sizes) {
+    if (size < 1 || size > kMaxWorldSize) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("parallel_layout.", name, " is ", size, ", want 1 to ", kMaxWorldSize));
+    }
+  }
+  const int64_t world =
+      int64_t{layout.tensor_parallel_size()} * int64_t{layout.data_parallel_size()};
+  if (world > kMaxWorldSize) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("parallel_layout has ", world, " ranks, want at most ", kMaxWorldSize));
+  }
+  if (world % layout.expert_parallel_size() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("parallel_layout.expert_parallel_size ",
+                                                   layout.expert_parallel_size(),
+                                                   " does not divide the world size ", world));
+  }
+  if (layout.expert_parallel_size() != 1) {
+    return absl::UnimplementedError(absl::StrCat("parallel_layout.expert_parallel_size ",
+                                                 layout.expert_parallel_size(),
+                                                 " is not supported yet, want 1"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status NormalizeKernelTarget(v1::KernelTarget& kernel) {
+  if (kernel.backend().empty()) kernel.set_backend("AUTO");
+  if (kernel.architecture().empty()) kernel.set_architecture("gfx950");
+  if (kernel.profile().empty()) kernel.set_profile("aiter-separated");
+  SP_ASSIGN_OR_RETURN([[maybe_unused]] const ProfileId profile, ParseProfile(kernel.profile()));
+  if (kernel.num_fused_shared_experts() == 1) {
+    return absl::UnimplementedError(
+        "kernel_target.num_fused_shared_experts 1 is not supported: the fused shared expert needs "
+        "another width; want 0");
+  }
+  if (kernel.num_fused_shared_experts() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat("kernel_target.num_fused_shared_experts is ",
+                                                   kernel.num_fused_shared_experts(), ", want 0"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> NormalizeUriField(const std::string& uri, const char* field) {
+  if (uri.empty()) return absl::InvalidArgumentError(absl::StrCat(field, " is not set"));
+  auto normalized = NormalizeUri(uri);
+  if (normalized.ok()) return normalized;
+  return absl::Status(normalized.status().code(),
+                      absl::StrCat(field, ": ", std::string(normalized.status().message())));
+}
+
+absl::StatusOr<PolicyFile> PolicyOf(const v1::PrepJobSpec& spec) {
+  if (spec.alignment_policy_json().empty()) return DefaultAlignmentPolicy();
+  return ParseAlignmentPolicy(spec.alignment_policy_json());
+}
+
+// The kernel target with nothing left open.
+struct ResolvedKernel {
+  v1::KernelTarget target;
+  std::string backend_reason;
+  ProfileId profile = ProfileId::kLogical;
+  AlignmentDecision decision;
+};
+
+absl::StatusOr<ResolvedKernel> ResolveKernel(const v1::KernelTarget& wish, const MoeCheckpoint& moe,
+                                             const AlignmentPolicy& policy) {
+  ResolvedKernel kernel;
+  kernel.target = wish;
+  SP_ASSIGN_OR_RETURN(const BackendChoice backend,
+                      policy.ResolveBackend(wish.backend(), wish.architecture()));
+  kernel.target.set_backend(backend.backend);
+  kernel.backend_reason = backend.reason;
+  if (wish.activation().empty()) {
+    kernel.target.set_activation(moe.activation);
+  } else if (wish.activation() != moe.activation && !wish.force_activation()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("activation ", wish.activation(), " contradicts the checkpoint's ",
+                     moe.activation, " (family ", moe.family, ", config.json); force it if meant"));
+  }
+  SP_ASSIGN_OR_RETURN(kernel.profile, ParseProfile(wish.profile()));
+  SP_ASSIGN_OR_RETURN(kernel.decision,
+                      policy.Decide(kernel.target.backend(), kernel.target.activation(),
+                                    kernel.target.architecture()));
+  SP_RETURN_IF_ERROR(policy.CheckProfile(kernel.target.backend(), kernel.target.activation(),
+                                         kernel.target.architecture(), kernel.profile));
+  return kernel;
+}
+
+std::string Decimal(int64_t value) { return absl::StrCat(value); }
+
+nlohmann::json FusedTensorInputs(const SlicePlan& slices) {
+  nlohmann::json tensors = nlohmann::json::object();
+  for (const FusedTensor& tensor : slices.fused_tensors()) {
+    nlohmann::json shape = nlohmann::json::array();
+    for (const int64_t extent : tensor.shape) shape.push_back(Decimal(extent));
+    tensors[std::string(RoleName(tensor.role))] = {
+        {"layout", GetLayoutInfo(tensor.job.layout).name},
+        {"row_order", tensor.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is"},
+        {"fill", Decimal(tensor.fill)},
+        {"dtype", std::string(DtypeName(tensor.dtype))},
+        {"shape", shape}};
+  }
+  return tensors;
+}
+
+// The inputs of the layout fingerprint: what decides the bytes of the data files, given the source.
+absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const ResolvedKernel& kernel) {
+  const SlicePlan& slices = plan.slices;
+  const MoeCheckpoint& moe = slices.moe();
+  const v1::ParallelLayout& parallel = plan.target().parallel_layout();
+  nlohmann::json sources = nlohmann::json::array();
+  for (const CheckpointFile& file : slices.checkpoint().files()) {
+    sources.push_back({{"name", file.name},
+                       {"size_bytes", Decimal(file.size_bytes)},
+                       {"header_sha256", file.header_sha256}});
+  }
+  const nlohmann::json inputs = {
+      {"format_version", kFormatVersion},
+      {"family", moe.family},
+      {"geometry",
+       {{"hidden", Decimal(moe.hidden)},
+        {"intermediate", Decimal(moe.intermediate)},
+        {"experts", Decimal(moe.experts)},
+        {"block_size", Decimal(moe.block_size)},
+        {"hidden_layers", Decimal(moe.hidden_layers)},
+        {"mtp_layers", Decimal(moe.mtp_layers)}}},
+      {"parallel_layout",
+       {{"tensor_parallel_size", Decimal(parallel.tensor_parallel_size())},
+        {"data_parallel_size", Decimal(parallel.data_parallel_size())},
+        {"expert_parallel_size", Decimal(parallel.expert_parallel_size())},
+        {"rank_numbering", kRankNumbering}}},
+      {"backend", kernel.target.backend()},
+      {"activation", kernel.target.activation()},
+      {"architecture", kernel.target.architecture()},
+      {"alignment",
+       {{"rule_id", kernel.decision.rule_id},
+        {"intermediate", Decimal(kernel.decision.intermediate.elements())},
+        {"hidden", Decimal(kernel.decision.hidden.elements())}}},
+      {"profile", kernel.target.profile()},
+      {"gate_mode", GetProfile(kernel.profile).gate_mode},
+      {"tensors", FusedTensorInputs(slices)},
+      {"extents",
+       {{"hidden", Decimal(slices.hidden().elements())},
+        {"padded_hidden", Decimal(slices.padded_hidden().elements())},
+        {"intermediate", Decimal(slices.intermediate().elements())},
+        {"padded_intermediate", Decimal(slices.padded_intermediate().elements())}}},
+      {"naming", plan.target().naming()},
+      {"carry", v1::Carry_Name(plan.spec.carry())},
+      {"include_mtp", plan.spec.include_mtp()},
+      {"part_size_bytes", Decimal(plan.spec.part_size_bytes())},
+      {"source_files", sources}};
+  return CanonicalJson(inputs);
+}
+
+absl::StatusOr<std::string> SourceToken(const Checkpoint& checkpoint) {
+  nlohmann::json token = nlohmann::json::object();
+  for (const CheckpointFile& file : checkpoint.files()) token[file.name] = file.etag;
+  for (const SmallFile& file : checkpoint.small_files()) token[file.name] = file.info.etag;
+  return CanonicalJson(token);
+}
+
+// Routed bytes of a rank under the platform's generic rule.
+absl::StatusOr<int64_t> GenericRuleBytes(const JobPlan& plan, const AlignmentDecision& generic,
+                                         const std::shared_ptr<const Checkpoint>& checkpoint,
+                                         const std::shared_ptr<const MoeCheckpoint>& moe) {
+  SlicePlanInputs inputs = plan.slices.inputs();
+  inputs.intermediate_alignment = generic.intermediate;
+  inputs.hidden_alignment = generic.hidden;
+  SP_ASSIGN_OR_RETURN(const SlicePlan slices, SlicePlan::Make(checkpoint, moe, inputs));
+  return slices.RoutedBytesPerRank(/*with_mtp=*/true);
+}
+
+void SummarizeGeometry(const SlicePlan& slices, v1::PlanSummary& summary) {
+  const MoeCheckpoint& moe = slices.moe();
+  summary.set_family(moe.family);
+  summary.set_hidden_size(moe.hidden);
+  summary.set_intermediate_size(moe.intermediate);
+  summary.set_expert_count(moe.experts);
+  for (const Region& region : slices.regions()) {
+    summary.set_part_count(
+        summary.part_count() +
+        static_cast<int32_t>(region.parts.size() * slices.RanksOf(region).size()));
+    if (region.kind != Region::Kind::kRouted) continue;
+    summary.set_routed_layer_count(summary.routed_layer_count() + 1);
+    if (moe.layers[region.moe_layer].is_mtp) {
+      summary.set_mtp_layer_count(summary.mtp_layer_count() + 1);
+    }
+  }
+  summary.set_region_count(static_cast<int32_t>(slices.regions().size()));
+  summary.mutable_extents()->set_hidden(slices.hidden().elements());
+  summary.mutable_extents()->set_padded_hidden(slices.padded_hidden().elements());
+  summary.mutable_extents()->set_intermediate(slices.intermediate().elements());
+  summary.mutable_extents()->set_padded_intermediate(slices.padded_intermediate().elements());
+  for (const FusedTensor& tensor : slices.fused_tensors()) {
+    v1::FusedTensorSummary& fused = *summary.add_fused_tensors();
+    fused.set_role(std::string(RoleName(tensor.role)));
+    fused.set_dtype(std::string(DtypeName(tensor.dtype)));
+    for (const int64_t extent : tensor.shape) fused.add_shape(extent);
+    fused.set_layout(GetLayoutInfo(tensor.job.layout).name);
+    fused.set_size_bytes(tensor.size_bytes);
+    fused.set_native_bytes(tensor.native_bytes);
+  }
+}
+
+absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
+  const SlicePlan& slices = plan.slices;
+  const MoeCheckpoint& moe = slices.moe();
+  const TensorTable& tensors = slices.checkpoint().tensors();
+  summary.set_rank_count(slices.rank_count());
+  summary.set_routed_bytes_per_rank(slices.RoutedBytesPerRank(true));
+  summary.set_routed_bytes_per_rank_without_mtp(slices.RoutedBytesPerRank(false));
+  summary.set_padding_bytes_per_rank(slices.PaddingBytesPerRank());
+  summary.set_replicated_bytes(slices.ReplicatedBytes());
+  int64_t routed = 0, all = 0;
+  for (const MoeLayer& layer : moe.layers) {
+    for (const auto& expert : layer.experts) {
+      for (const int32_t t : expert) routed += tensors.at(t).size_bytes;
+    }
+  }
+  for (int64_t t = 0; t < tensors.size(); ++t) all += tensors.at(t).size_bytes;
+  summary.set_source_routed_bytes(routed);
+  summary.set_source_bytes(all);
+  summary.set_needed_bytes(slices.NeededSourceBytes());
+  int64_t output = 0;
+  for (const Region& region : slices.regions()) {
+    for (const int32_t rank : slices.RanksOf(region)) {
+      for (const PartPlan& part : region.parts) {
+        SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(plan, part, rank));
+        output += static_cast<int64_t>(header.size()) + part.data_bytes;
+      }
+    }
+  }
+  summary.set_output_bytes(output);
+  for (const OmittedTensor& omitted : slices.omitted()) {
+    summary.set_not_carried_bytes(summary.not_carried_bytes() + omitted.size_bytes);
+    if (summary.not_carried_size() >= kListedNotCarried) continue;
+    v1::NotCarried& entry = *summary.add_not_carried();
+    entry.set_name(omitted.name);
+    entry.set_size_bytes(omitted.size_bytes);
+    entry.set_reason(omitted.reason);
+  }
+  summary.set_not_carried_count(static_cast<int64_t>(slices.omitted().size()));
+  for (const StaleIndexEntry& stale : slices.checkpoint().stale()) {
+    summary.add_stale_index_entries(absl::StrCat(stale.tensor, " in ", stale.file));
+  }
+  return absl::OkStatus();
+}
+
+// What a memory budget means for reading: tensors whose columns are cut are read once for each
+// rank set.
+absl::Status SummarizeMemory(const JobPlan& plan, const PlanOptions& options,
+                             v1::PlanSummary& summary) {
+  const SlicePlan& slices = plan.slices;
+  SP_ASSIGN_OR_RETURN(const int32_t ranks, RanksPerLease(plan, options.memory_budget_bytes));
+  const int64_t sets = (slices.rank_count() + ranks - 1) / ranks;
+  int64_t read = slices.NeededSourceBytes();
+  for (const FusedTensor& tensor : slices.fused_tensors()) {
+    if (!BlockShapeOf(slices, tensor).shared) continue;
+    read += (sets - 1) * tensor.native_bytes * slices.rank_count() * summary.routed_layer_count();
+  }
+  summary.set_read_bytes(read);
+  summary.set_read_amplification(summary.needed_bytes() == 0
+                                     ? 1.0
+                                     : static_cast<double>(read) /
+                                           static_cast<double>(summary.needed_bytes()));
+  summary.set_minimum_memory_budget_bytes(plan.memory.Total(1, 1));
+  summary.set_read_once_memory_budget_bytes(plan.memory.Total(slices.rank_count(), 1));
+  summary.set_ranks_per_lease(ranks);
+  return absl::OkStatus();
+}
+
+absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const PolicyFile& table,
+                       const PlanOptions& options) {
+  const AlignmentPolicy& policy = table.policy;
+  v1::PlanSummary& summary = plan.summary;
+  summary.set_layout_fingerprint(plan.fingerprint);
+  *summary.mutable_kernel_target() = kernel.target;
+  summary.set_backend_reason(kernel.backend_reason);
+  summary.set_gate_mode(GetProfile(kernel.profile).gate_mode);
+  v1::AlignmentSummary& alignment = *summary.mutable_alignment();
+  alignment.set_rule_id(kernel.decision.rule_id);
+  alignment.set_rule_source(kernel.decision.source);
+  alignment.set_intermediate_alignment(kernel.decision.intermediate.elements());
+  alignment.set_hidden_alignment(kernel.decision.hidden.elements());
+  alignment.set_policy_version(absl::StrCat(policy.version));
+  alignment.set_policy_digest(table.sha256_hex);
+  summary.set_minimum_aiter_version(policy.MinimumAiterVersion(
+      kernel.profile, plan.slices.intermediate(), plan.slices.padded_intermediate()));
+  SummarizeGeometry(plan.slices, summary);
+  SP_RETURN_IF_ERROR(SummarizeBytes(plan, summary));
+  return SummarizeMemory(plan, options, summary);
+}
+
+}  // namespace
+
+absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
+  v1::PrepJobSpec normal = spec;
+  SP_ASSIGN_OR_RETURN(*normal.mutable_source_uri(),
+                      NormalizeUriField(spec.source_uri(), "source_uri"));
+  if (normal.targets_size() == 0) return absl::InvalidArgumentError("targets is empty, want one");
+  if (normal.targets_size() > 1) {
+    return absl::UnimplementedError(
+        absl::StrCat(normal.targets_size(), " targets are not supported yet, want one"));
+  }
+  v1::Target& target = *normal.mutable_targets(0);
+  SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
+                      NormalizeUriField(target.destination_uri(), "destination_uri"));
+  if (target.destination_uri() == normal.source_uri()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("destination_uri is the source itself: ", normal.source_uri()));
+  }
+  SP_RETURN_IF_ERROR(NormalizeParallelLayout(*target.mutable_parallel_layout()));
+  SP_RETURN_IF_ERROR(NormalizeKernelTarget(*target.mutable_kernel_target()));
+  if (target.naming().empty()) target.set_naming("vllm");
+  if (normal.carry() == v1::CARRY_UNSPECIFIED) normal.set_carry(v1::CARRY_REPLICATED);
+  if (!v1::Carry_IsValid(normal.carry())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("carry is ", static_cast<int>(normal.carry()), ", which is unknown"));
+  }
+  if (normal.part_size_bytes() == 0) normal.set_part_size_bytes(kDefaultPartBytes);
+  if (normal.part_size_bytes() < kMinPartBytes || normal.part_size_bytes() > kMaxPartBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("part_size_bytes is ", normal.part_size_bytes(),
+                                                   ", want ", kMinPartBytes, " to ",
+                                                   kMaxPartBytes));
+  }
+  return normal;
+}
+
+absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& spec,
+                                                       const PlanOptions& options) {
+  SP_ASSIGN_OR_RETURN(v1::PrepJobSpec normal, NormalizeSpec(spec));
+  SP_ASSIGN_OR_RETURN(const PolicyFile table, PolicyOf(normal));
+  const AlignmentPolicy& policy = table.policy;
+  SP_ASSIGN_OR_RETURN(const auto source,
+                      OpenStore(normal.source_uri(),
+                                {.create = false, .allowed_roots = options.allowed_source_roots}));
+  SP_ASSIGN_OR_RETURN(Checkpoint read, ReadCheckpoint(*source));
+  const auto checkpoint = std::make_shared<const Checkpoint>(std::move(read));
+  SP_ASSIGN_OR_RETURN(MoeCheckpoint recognized, RecognizeFamily(*checkpoint));
+  const auto moe = std::make_shared<const MoeCheckpoint>(std::move(recognized));
+  const v1::Target& target = normal.targets(0);
+  SP_ASSIGN_OR_RETURN(const ResolvedKernel kernel,
+                      ResolveKernel(target.kernel_target(), *moe, policy));
+  const v1::ParallelLayout& parallel = target.parallel_layout();
+  SP_ASSIGN_OR_RETURN(SlicePlan slices,
+                      SlicePlan::Make(checkpoint, moe,
+                                      {.tensor_parallel_size = parallel.tensor_parallel_size(),
+                                       .data_parallel_size = parallel.data_parallel_size(),
+                                       .expert_parallel_size = parallel.expert_parallel_size(),
+                                       .intermediate_alignment = kernel.decision.intermediate,
+                                       .hidden_alignment = kernel.decision.hidden,
+                                       .profile = kernel.profile,
+                                       .naming = target.naming(),
+                                       .include_mtp = normal.include_mtp(),
+                                       .experts_only = normal.carry() == v1::CARRY_EXPERTS_ONLY,
+                                       .part_size_bytes = normal.part_size_bytes()}));
+  SP_RETURN_IF_ERROR(
+      CheckWidth(kernel.decision, slices.intermediate(), slices.padded_intermediate()));
+  SP_ASSIGN_OR_RETURN(const auto destination,
+                      OpenStore(target.destination_uri(), {.create = true, .allowed_roots = {}}));
+  const MemoryNeed memory = MemoryNeedOf(slices, *destination);
+  auto plan = std::make_shared<JobPlan>(JobPlan{.spec = std::move(normal),
+                                                .summary = {},
+                                                .fingerprint = "",
+                                                .fingerprint_inputs = "",
+                                                .source_token = "",
+                                                .slices = std::move(slices),
+                                                .memory = memory});
+  SP_ASSIGN_OR_RETURN(plan->fingerprint_inputs, FingerprintInputs(*plan, kernel));
+  plan->fingerprint = Sha256Hex(plan->fingerprint_inputs);
+  SP_ASSIGN_OR_RETURN(plan->source_token, SourceToken(*checkpoint));
+  SP_RETURN_IF_ERROR(Summarize(*plan, kernel, table, options));
+  SP_ASSIGN_OR_RETURN(const AlignmentDecision generic,
+                      policy.GenericRule(kernel.target.architecture()));
+  SP_ASSIGN_OR_RETURN(const int64_t generic_bytes,
+                      GenericRuleBytes(*plan, generic, checkpoint, moe));
+  plan->summary.set_generic_rule_id(generic.rule_id);
+  plan->summary.set_generic_rule_bytes_per_rank(generic_bytes);
+  plan->summary.set_saved_bytes_per_rank(generic_bytes - plan->summary.routed_bytes_per_rank());
+  const auto free_bytes = destination->FreeBytes();
+  plan->summary.set_destination_free_bytes(
+      free_bytes.ok() && *free_bytes != kUnlimitedBytes ? *free_bytes : -1);
+  return plan;
+}
+
+absl::StatusOr<std::string> PartHeader(const JobPlan& plan, const PartPlan& part, int32_t rank) {
+  std::vector<TensorEntry> entries;
+  for (const PartTensor& tensor : part.tensors) {
+    entries.push_back({.name = tensor.name,
+                       .dtype = tensor.dtype,
+                       .shape = tensor.shape,
+                       .begin = tensor.data_offset,
+                       .size_bytes = tensor.size_bytes});
+  }
+  const std::map<std::string, std::string> metadata = {
+      {"format", "pt"},  // loaders of this field ask for the framework
+      {kFingerprintMetadataKey, plan.fingerprint},
+      {"shardprep.rank", rank == kReplicatedRank ? "replicated" : absl::StrCat(rank)},
+      {"shardprep.profile", plan.target().kernel_target().profile()}};
+  return SerializeHeader(entries, metadata);
+}
+
+std::string PartKeyOf(const PartPlan& part, int32_t rank) {
+  if (rank == kReplicatedRank) return ObjectKey(ReplicatedPart{.part = part.part});
+  return ObjectKey(RankPart{.rank = rank, .part = part.part});
+}
+
+absl::StatusOr<int32_t> RanksPerLease(const JobPlan& plan, int64_t memory_budget_bytes) {
+  SP_ASSIGN_OR_RETURN(const LeaseShape shape,
+                      FitLease(plan.memory, memory_budget_bytes, plan.slices.rank_count(), 1));
+  return shape.ranks;
+}
+
+}  // namespace shardprep

@@ -1,0 +1,56 @@
+// Region preparation: reads a region's source bytes, places them into each rank's padded matrices,
+// shuffles, digests and streams the parts. This is where a checkpoint byte becomes a shard byte.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/types/span.h"
+#include "kernels/shuffle.h"
+#include "workers/job_plan.h"
+#include "workers/object_store.h"
+#include "workers/stage.h"
+
+namespace shardprep {
+
+// Counters of a running region; read from any thread while it runs.
+struct RegionProgress {
+  std::atomic<int64_t> bytes_read{0};
+  std::atomic<int64_t> bytes_written{0};
+  std::atomic<int64_t> bytes_padded{0};
+  std::array<std::atomic<int64_t>, kStageCount> stage_nanos{};  // over all threads
+};
+
+struct RegionTask {
+  const JobPlan* plan = nullptr;
+  int32_t region = 0;          // index into plan->slices.regions()
+  std::vector<int32_t> ranks;  // all of a routed region's set, or just kReplicatedRank
+  ObjectStore* source = nullptr;
+  ObjectStore* destination = nullptr;
+  Shuffler* shuffler = nullptr;
+  int32_t threads = 1;
+  // All buffers come from here; at least MemoryNeedOf(...).Total(ranks, 1). Fewer threads run when
+  // it does not suffice for all. Contents are undefined before and after.
+  absl::Span<uint8_t> memory;
+  // The fence: asked before each rename. ABORTED when the lease is over.
+  CommitGate gate;
+  // Polled between blocks; true ends the work with CANCELLED, unfinished parts removed.
+  const std::atomic<bool>* stop = nullptr;
+  // Called when all parts of a rank are recorded; from any of the threads.
+  std::function<void(int32_t rank)> rank_done;
+};
+
+// Prepares every part of the region for every rank of the set and records each in the journal.
+// Each source byte that the set needs is read once. Parts that were finished before an error stay,
+// recorded.
+// Errors: DATA_LOSS when a source file is not what the plan saw, or a written part does not read
+// back; ABORTED when the gate refuses; CANCELLED when stopped; INVALID_ARGUMENT for too little
+// memory; else what a store or the device answers.
+absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress);
+
+}  // namespace shardprep

@@ -1,0 +1,164 @@
+// shardprep-worker: composes a worker from its flags and runs it until it is drained.
+#include <poll.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include <prometheus/registry.h>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "kernels/shuffle.h"
+#include "workers/byte_size.h"
+#include "workers/clock.h"
+#include "workers/grpc_channel.h"
+#include "workers/log.h"
+#include "workers/metrics_http.h"
+#include "workers/version.h"
+#include "workers/worker.h"
+#include "workers/worker_link.h"
+#include "workers/worker_metrics.h"
+
+ABSL_FLAG(std::string, controller, "", "Address of the controller: unix:/path or host:port.");
+ABSL_FLAG(std::string, worker_id, "",
+          "Unique name of this worker. Default: host name and process id.");
+ABSL_FLAG(std::string, memory_budget, "512MiB", "Memory that the worker's buffers may take.");
+ABSL_FLAG(int, threads, 0, "Threads that prepare. 0: one for each processor it may run on.");
+ABSL_FLAG(std::string, device, "auto", "Where shuffles run: auto, cpu, hip or hip:N.");
+ABSL_FLAG(std::string, metrics_listen, "",
+          "Address for /metrics and /livez, for example 0.0.0.0:9465. Empty: none.");
+ABSL_FLAG(bool, exit_with_stdin, false,
+          "End when standard input is closed, so that the worker does not outlive its parent.");
+ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
+          "Directories that symbolic links inside a source may lead into.");
+ABSL_FLAG(std::string, tls_cert, "", "PEM certificate of this worker.");
+ABSL_FLAG(std::string, tls_key, "", "PEM key of this worker.");
+ABSL_FLAG(std::string, tls_ca, "", "PEM certificates of the authority that the controller uses.");
+ABSL_FLAG(bool, allow_insecure, false, "Allow plaintext to addresses that are not local.");
+
+namespace shardprep {
+namespace {
+
+constexpr absl::Duration kSynchronizeDeadline = absl::Seconds(30);
+constexpr absl::Duration kLiveness = absl::Seconds(120);
+
+int Fail(const absl::Status& status) {
+  Log(LogLevel::kError, "worker", "cannot go on", {{"status", status}});
+  return 1;
+}
+
+// Waits in a thread of its own for SIGTERM, SIGINT or the end of standard input, then drains.
+// Signals are blocked in every thread before the first is made, so only this one takes them.
+class Ending {
+ public:
+  Ending(Worker& worker, bool watch_stdin) : worker_(worker) {
+    thread_ = std::thread([this, watch_stdin] { Wait(watch_stdin); });
+  }
+  ~Ending() {
+    done_ = true;
+    thread_.join();
+  }
+
+  static void BlockSignals() {
+    sigset_t set = Signals();
+    pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  }
+
+ private:
+  static sigset_t Signals() {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    return set;
+  }
+
+  void Wait(bool watch_stdin) {
+    const sigset_t set = Signals();
+    const timespec turn{.tv_sec = 0, .tv_nsec = 100'000'000};
+    while (!done_) {
+      if (sigtimedwait(&set, nullptr, &turn) > 0) worker_.Drain();
+      pollfd input{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0};
+      if (!watch_stdin || poll(&input, 1, 0) <= 0) continue;
+      char ignored[64];
+      if (read(STDIN_FILENO, ignored, sizeof(ignored)) > 0) continue;
+      // The parent is gone and nobody will take a report: end at once. What is not recorded is
+      // redone by whoever resumes the job.
+      Log(LogLevel::kWarning, "worker", "parent is gone, ending");
+      _exit(3);
+    }
+  }
+
+  Worker& worker_;
+  std::atomic<bool> done_{false};
+  std::thread thread_;
+};
+
+std::string DefaultWorkerId() {
+  char host[256] = "host";
+  gethostname(host, sizeof(host) - 1);
+  return std::string(host) + "-" + std::to_string(getpid());
+}
+
+int Main() {
+  Ending::BlockSignals();
+  const auto budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
+  if (!budget.ok()) return Fail(budget.status());
+  const auto choice = ChooseDevice(absl::GetFlag(FLAGS_device));
+  if (!choice.ok()) return Fail(choice.status());
+  auto shuffler = MakeShuffler(*choice);
+  if (!shuffler.ok()) return Fail(shuffler.status());
+  Log(LogLevel::kInfo, "worker", "device chosen",
+      {{"device", (*shuffler)->name()}, {"reason", choice->reason}});
+
+  WorkerOptions options;
+  options.worker_id = absl::GetFlag(FLAGS_worker_id);
+  if (options.worker_id.empty()) options.worker_id = DefaultWorkerId();
+  options.memory_budget_bytes = *budget;
+  options.threads = absl::GetFlag(FLAGS_threads);
+  if (options.threads <= 0) options.threads = static_cast<int>(std::thread::hardware_concurrency());
+  options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
+
+  const ConnectionSecurity security{.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),
+                                            .key = absl::GetFlag(FLAGS_tls_key),
+                                            .ca = absl::GetFlag(FLAGS_tls_ca)},
+                                    .allow_insecure = absl::GetFlag(FLAGS_allow_insecure)};
+  const auto channel = MakeChannel(absl::GetFlag(FLAGS_controller), security);
+  if (!channel.ok()) return Fail(channel.status());
+  const auto link = MakeGrpcLink(*channel, kSynchronizeDeadline);
+
+  const SystemClock clock;
+  const auto registry = std::make_shared<prometheus::Registry>();
+  WorkerMetrics metrics(*registry, kToolVersion);
+  Worker worker(options, link.get(), shuffler->get(), &clock, &metrics);
+  std::unique_ptr<MetricsServer> server;
+  if (const std::string address = absl::GetFlag(FLAGS_metrics_listen); !address.empty()) {
+    auto started = MetricsServer::Start(
+        address, registry, [&] { return clock.Monotonic() - worker.LastTurn() < kLiveness; });
+    if (!started.ok()) return Fail(started.status());
+    server = std::move(*started);
+    Log(LogLevel::kInfo, "worker", "metrics", {{"address", server->address()}});
+  }
+  const Ending ending(worker, absl::GetFlag(FLAGS_exit_with_stdin));
+  const absl::Status status = worker.Run();
+  if (!status.ok()) return Fail(status);
+  Log(LogLevel::kInfo, "worker", "drained");
+  return 0;
+}
+
+}  // namespace
+}  // namespace shardprep
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "Prepares what a shardprep controller leases to it, until SIGTERM.\n\n"
+      "  shardprep-worker --controller=unix:/run/shardprep/controller.sock --memory_budget=512MiB");
+  absl::ParseCommandLine(argc, argv);
+  return shardprep::Main();
+}

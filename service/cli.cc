@@ -1,0 +1,191 @@
+#include "service/cli.h"
+
+#include <cstdio>
+#include <fstream>
+#include <utility>
+
+#include <google/protobuf/message.h>
+#include <google/protobuf/util/json_util.h>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "kernels/profile.h"
+#include "kernels/status_macros.h"
+#include "workers/open_store.h"
+#include "workers/policy_file.h"
+
+namespace shardprep {
+namespace {
+
+constexpr int64_t kMostRanks = 4096;
+constexpr int64_t kMaxPolicyBytes = int64_t{1} << 20;
+
+absl::Status InContext(const std::string& context, const absl::Status& status) {
+  return absl::Status(status.code(), absl::StrCat(context, ": ", std::string(status.message())));
+}
+
+std::vector<std::string> ProfileNames() {
+  std::vector<std::string> names;
+  for (const LayoutProfile& profile : AllProfiles()) names.emplace_back(profile.name);
+  return names;
+}
+
+absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::string& flag,
+                                        const std::string& working_directory) {
+  auto normal = NormalizeUri(uri, working_directory);
+  if (!normal.ok()) return InContext(absl::StrCat("--", flag), normal.status());
+  return normal;
+}
+
+}  // namespace
+
+std::optional<int> ParseOrExit(FlagSet& flags, const std::string& command,
+                               const CliArguments& arguments) {
+  const absl::Status status = flags.Parse(arguments);
+  if (flags.help_wanted()) {
+    std::fputs(flags.Help().c_str(), stdout);
+    return kExitOk;
+  }
+  if (status.ok()) return std::nullopt;
+  std::fprintf(stderr, "shardprep %s: %s\nSee: shardprep %s --help\n", command.c_str(),
+               std::string(status.message()).c_str(), command.c_str());
+  return kExitUsage;
+}
+
+int Fail(const std::string& command, const absl::Status& status, const std::string& next_step) {
+  std::fprintf(stderr, "shardprep %s: %s: %s\n", command.c_str(),
+               absl::StatusCodeToString(status.code()).c_str(),
+               std::string(status.message()).c_str());
+  if (!next_step.empty()) std::fprintf(stderr, "%s\n", next_step.c_str());
+  return kExitFailure;
+}
+
+absl::Status PrintJson(const google::protobuf::Message& message, bool one_line) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.add_whitespace = !one_line;
+  options.always_print_primitive_fields = true;
+  options.preserve_proto_field_names = true;
+  std::string text;
+  const auto status = google::protobuf::util::MessageToJsonString(message, &text, options);
+  if (!status.ok()) {
+    return absl::InternalError(
+        absl::StrCat(message.GetTypeName(), " as JSON: ", std::string(status.message())));
+  }
+  while (!text.empty() && text.back() == '\n') text.pop_back();
+  std::printf("%s\n", text.c_str());
+  std::fflush(stdout);
+  return absl::OkStatus();
+}
+
+SpecFlags::SpecFlags() = default;
+
+void SpecFlags::AddTo(FlagSet& flags) {
+  flags.String("source", "DIR", "Checkpoint: a directory with safetensors files and config.json.",
+               &source_, FlagSet::Presence::kRequired);
+  flags.String("destination", "DIR",
+               "Directory for the prepared files. It is made when missing; what finished parts an "
+               "earlier, interrupted run of the same job left there are used.",
+               &destination_, FlagSet::Presence::kRequired);
+  flags.Int("tensor-parallel-size", "N", "Tensor parallel size of the engine.", 1, kMostRanks,
+            &tensor_parallel_size_, FlagSet::Presence::kRequired);
+  flags.Int("data-parallel-size", "N",
+            "Data parallel size. Ranks are numbered over both; experts are cut over both.", 1,
+            kMostRanks, &data_parallel_size_);
+  flags.String(
+      "backend", "NAME",
+      "Kernel backend that reads the bytes, for example AITER_MXFP4_BF16. AUTO chooses one "
+      "for the architecture.",
+      &backend_);
+  flags.String("activation", "NAME",
+               "Activation of the experts, for example SILU. Default: what the checkpoint's "
+               "config.json says.",
+               &activation_);
+  flags.Bool("force-activation", "Accepts an activation that contradicts config.json.",
+             &force_activation_);
+  flags.String("architecture", "NAME", "GPU architecture.", &architecture_);
+  flags.Choice("profile", ProfileNames(),
+               "Layout of the routed experts. `logical` leaves the shuffle to the engine.",
+               &profile_);
+  flags.Size("part-size", "Largest part file, unless one tensor alone is larger.",
+             &part_size_bytes_);
+  flags.Bool("include-mtp", "Prepares the multi-token-prediction layers too.", &include_mtp_);
+  flags.Bool("experts-only", "Leaves out every tensor that is no routed expert.", &experts_only_);
+  flags.String("alignment-policy", "FILE", "Replaces the compiled-in table of alignment rules.",
+               &alignment_policy_);
+  flags.Bool("verify-after-write", "Reads each part back and checks it before it counts.",
+             &verify_after_write_);
+}
+
+absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_directory) const {
+  v1::PrepJobSpec spec;
+  SP_ASSIGN_OR_RETURN(*spec.mutable_source_uri(),
+                      AbsoluteUri(source_, "source", working_directory));
+  v1::Target& target = *spec.add_targets();
+  SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
+                      AbsoluteUri(destination_, "destination", working_directory));
+  v1::ParallelLayout& parallel = *target.mutable_parallel_layout();
+  parallel.set_tensor_parallel_size(static_cast<int32_t>(tensor_parallel_size_));
+  parallel.set_data_parallel_size(static_cast<int32_t>(data_parallel_size_));
+  v1::KernelTarget& kernel = *target.mutable_kernel_target();
+  kernel.set_backend(backend_);
+  kernel.set_activation(activation_);
+  kernel.set_force_activation(force_activation_);
+  kernel.set_architecture(architecture_);
+  kernel.set_profile(profile_);
+  spec.set_carry(experts_only_ ? v1::CARRY_EXPERTS_ONLY : v1::CARRY_REPLICATED);
+  spec.set_include_mtp(include_mtp_);
+  spec.set_part_size_bytes(part_size_bytes_);
+  spec.set_verify_after_write(verify_after_write_);
+  if (!alignment_policy_.empty()) {
+    SP_ASSIGN_OR_RETURN(*spec.mutable_alignment_policy_json(), ReadPolicyText(alignment_policy_));
+  }
+  return spec;
+}
+
+void RunFlags::AddTo(FlagSet& flags) {
+  flags.Int("workers", "N",
+            "Worker processes. One is enough for one machine: it has a thread for each processor.",
+            1, 64, &workers);
+  flags.Int("threads", "N", "Threads of one worker. 0: one for each processor.", 0, 4096, &threads);
+  flags.Choice("device", {"auto", "cpu", "hip"},
+               "Where shuffles run. `auto` takes a GPU when there is one.", &device);
+  flags.Size("memory-budget", "Memory for the buffers of one worker.", &memory_budget_bytes);
+  flags.String("metrics-listen", "ADDR",
+               "Serves Prometheus metrics while the job runs, for example 127.0.0.1:9464.",
+               &metrics_listen);
+  flags.String("allow-source-root", "DIR,...",
+               "Directories that symbolic links of the source may lead into, besides itself.",
+               &allow_source_root);
+}
+
+absl::StatusOr<std::vector<std::string>> DirectoryList(const std::string& text,
+                                                       const std::string& flag,
+                                                       const std::string& working_directory) {
+  std::vector<std::string> directories;
+  for (const absl::string_view part : absl::StrSplit(text, ',', absl::SkipEmpty())) {
+    SP_ASSIGN_OR_RETURN(std::string directory,
+                        AbsoluteUri(std::string(part), flag, working_directory));
+    directories.push_back(std::move(directory));
+  }
+  return directories;
+}
+
+absl::StatusOr<std::string> ReadPolicyText(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
+  std::string text;
+  std::string piece(65536, '\0');
+  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
+    text.append(piece.data(), static_cast<size_t>(file.gcount()));
+    if (static_cast<int64_t>(text.size()) > kMaxPolicyBytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": more than ", kMaxPolicyBytes, " bytes for an alignment policy"));
+    }
+  }
+  if (file.bad()) return absl::UnavailableError(absl::StrCat(path, ": cannot be read"));
+  const absl::Status valid = ParseAlignmentPolicy(text).status();
+  if (!valid.ok()) return InContext(path, valid);
+  return text;
+}
+
+}  // namespace shardprep

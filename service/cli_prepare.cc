@@ -1,0 +1,183 @@
+// `shardprep prepare`: one job on this machine, by a private controller and its own workers.
+#include <atomic>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "kernels/shuffle.h"
+#include "kernels/status_macros.h"
+#include "service/cli.h"
+#include "service/cli_console.h"
+#include "service/cli_follow.h"
+#include "service/cli_signals.h"
+#include "service/client.h"
+#include "service/job_report.h"
+#include "service/private_controller.h"
+#include "service/progress_line.h"
+
+namespace shardprep {
+namespace {
+
+constexpr char kCommand[] = "prepare";
+constexpr char kJobId[] = "prepare";
+// After the end of the job nothing is left to give back, after Ctrl-C leases are.
+constexpr absl::Duration kStopGrace = absl::Seconds(5);
+
+std::string Destination(const v1::PrepJobSpec& spec) { return spec.targets(0).destination_uri(); }
+
+// What is about to happen, in one line.
+std::string Announcement(const v1::PrepJob& job) {
+  const v1::PlanSummary& plan = job.plan();
+  return absl::StrCat("preparing ", plan.routed_layer_count(), " routed layers for ",
+                      plan.rank_count(), " ranks, intermediate ", plan.extents().intermediate(),
+                      " padded to ", plan.extents().padded_intermediate(), " (",
+                      plan.alignment().rule_id(), "), ", plan.kernel_target().profile(), ", each ",
+                      ExactSize(plan.routed_bytes_per_rank()));
+}
+
+// A device that is not there would only show as workers that do not come up.
+absl::Status CheckDevice(const std::string& device) {
+  if (device == "auto" || device == "cpu") return absl::OkStatus();
+  return ChooseDevice(device).status();
+}
+
+PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
+                                             const std::vector<std::string>& allowed_roots) {
+  PrivateControllerOptions options;
+  options.workers = static_cast<int>(flags.workers);
+  options.worker_threads = static_cast<int>(flags.threads);
+  options.device = flags.device;
+  options.memory_budget_bytes = flags.memory_budget_bytes;
+  options.metrics_listen = flags.metrics_listen;
+  options.allow_source_root = allowed_roots;
+  return options;
+}
+
+struct Outcome {
+  v1::PrepJob job;
+  bool was_complete = false;
+};
+
+// Runs the job to its end. CANCELLED after a signal.
+absl::StatusOr<Outcome> RunJob(const v1::PrepJobSpec& spec, PrepClient& client, Console& console) {
+  v1::CreatePrepJobRequest request;
+  request.set_prep_job_id(kJobId);
+  *request.mutable_spec() = spec;
+  SP_ASSIGN_OR_RETURN(const v1::PrepJob created, client.Create(request));
+  // A job that has nothing to do has ended when it is created.
+  if (created.state() == v1::PrepJob::STATE_SUCCEEDED) return Outcome{created, true};
+  console.Line(Announcement(created));
+  std::atomic<bool> told{false};
+  const auto tell_resumed = [&console, &told](const v1::PrepJob& job) {
+    const v1::Progress& progress = job.progress();
+    if (progress.rank_tasks_resumed() == 0 || told.exchange(true)) return;
+    console.Line(absl::StrCat("resuming: ", progress.rank_tasks_resumed(), " of ",
+                              progress.rank_tasks_total(),
+                              " rank tasks were finished by an earlier run"));
+  };
+  SP_ASSIGN_OR_RETURN(const v1::PrepJob ended, FollowJob(client, kJobId, console, tell_resumed));
+  return Outcome{ended, false};
+}
+
+absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::PrepJobSpec& spec,
+                                const PrivateControllerOptions& options, Console& console) {
+  // Before there is something to stop, a signal only waits for it.
+  context.interrupts->Handle([](int) {});
+  SP_ASSIGN_OR_RETURN(const auto controller, PrivateController::Start(options));
+  SP_ASSIGN_OR_RETURN(const auto client, PrepClient::Make(controller->address()));
+  if (!controller->metrics_address().empty()) {
+    console.Line(absl::StrCat("metrics: http://", controller->metrics_address(), "/metrics"));
+  }
+  context.interrupts->Handle([&client](int) { client->StopWatching(); });
+  auto outcome = RunJob(spec, *client, console);
+  if (!outcome.ok() && context.interrupts->taken() != 0) {
+    console.Line("stopping; once more Ctrl-C ends at once");
+  }
+  // Whatever the outcome, it is known; how the workers leave is of no interest.
+  console.DropLogs();
+  controller->Stop(kStopGrace);
+  // A second signal during the stop ended the process; from here one has nothing to end.
+  context.interrupts->Handle([](int) {});
+  return outcome;
+}
+
+void PrintOutcome(const Outcome& outcome) {
+  std::printf(outcome.was_complete
+                  ? "already complete: the destination holds this artefact, manifest and file "
+                    "sizes agree; nothing was written\n"
+                  : "prepared: the manifest is committed\n");
+  std::fputs(ManifestReport(outcome.job.manifest()).c_str(), stdout);
+}
+
+std::string NextStep(const absl::Status& status, const v1::PrepJobSpec& spec) {
+  switch (status.code()) {
+    case absl::StatusCode::kResourceExhausted:
+      return "Make room at the destination and run the same command again: finished parts are "
+             "used.";
+    case absl::StatusCode::kUnavailable:
+    case absl::StatusCode::kAborted:
+      return absl::StrCat("Finished parts stay in ", Destination(spec),
+                          "; run the same command again to resume.");
+    case absl::StatusCode::kInvalidArgument:
+      return "See: shardprep prepare --help, or shardprep plan with the same flags.";
+    default:
+      return "";
+  }
+}
+
+int Interrupted(int signal, const v1::PrepJobSpec& spec) {
+  std::fprintf(stderr,
+               "shardprep prepare: interrupted; finished parts stay in %s.\n"
+               "Run the same command again to resume.\n",
+               Destination(spec).c_str());
+  return 128 + signal;
+}
+
+}  // namespace
+
+int RunPrepare(const CliContext& context, const CliArguments& arguments) {
+  FlagSet flags({.command = "shardprep prepare",
+                 .summary = "Prepares a checkpoint on this machine: cuts the routed experts into "
+                            "one slice per rank, pads and shuffles them for the kernel, and writes "
+                            "them with a manifest, which comes last and makes the artefact. "
+                            "Interrupted, it resumes when run again; complete, it says so and "
+                            "writes nothing. Exits with 0 only when the manifest is committed.",
+                 .example = "  shardprep prepare --source DeepSeek-V4-Pro --destination prepared "
+                            "\\\n    --tensor-parallel-size 8"});
+  SpecFlags spec_flags;
+  RunFlags run_flags;
+  bool verbose = false;
+  spec_flags.AddTo(flags);
+  run_flags.AddTo(flags);
+  flags.Bool("verbose", "Shows the whole log of controller and workers, not only warnings.",
+             &verbose);
+  if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
+
+  const auto spec = spec_flags.Spec(context.working_directory);
+  if (!spec.ok()) return Fail(kCommand, spec.status());
+  const auto roots =
+      DirectoryList(run_flags.allow_source_root, "allow-source-root", context.working_directory);
+  if (!roots.ok()) return Fail(kCommand, roots.status());
+  const absl::Status device = CheckDevice(run_flags.device);
+  if (!device.ok()) return Fail(kCommand, device, "--device cpu shuffles without a GPU.");
+
+  absl::StatusOr<Outcome> outcome;
+  {
+    Console console(kCommand, /*capture_logs=*/!verbose);
+    outcome = Prepare(context, *spec, ControllerOptionsOf(run_flags, *roots), console);
+  }
+  const int signal = context.interrupts->taken();
+  if (!outcome.ok() && signal != 0) return Interrupted(signal, *spec);
+  if (!outcome.ok()) return Fail(kCommand, outcome.status(), NextStep(outcome.status(), *spec));
+  if (outcome->job.state() != v1::PrepJob::STATE_SUCCEEDED) {
+    const auto code = static_cast<absl::StatusCode>(outcome->job.error().code());
+    return FinishFollowed(kCommand, outcome->job, NextStep(absl::Status(code, ""), *spec));
+  }
+  PrintOutcome(*outcome);
+  return kExitOk;
+}
+
+}  // namespace shardprep

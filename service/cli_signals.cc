@@ -1,0 +1,57 @@
+#include "service/cli_signals.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <utility>
+
+namespace shardprep {
+namespace {
+
+sigset_t EndingSignals() {
+  sigset_t set;
+  sigemptyset(&set);
+  sigaddset(&set, SIGINT);
+  sigaddset(&set, SIGTERM);
+  return set;
+}
+
+}  // namespace
+
+Interrupts::Interrupts() {
+  const sigset_t set = EndingSignals();
+  pthread_sigmask(SIG_BLOCK, &set, nullptr);
+  thread_ = std::thread([this] { Wait(); });
+}
+
+Interrupts::~Interrupts() {
+  done_ = true;
+  thread_.join();
+}
+
+void Interrupts::Handle(std::function<void(int)> stop) {
+  absl::MutexLock lock(&mu_);
+  stop_ = std::move(stop);
+  if (stop_ && taken_ != 0) stop_(taken_);
+}
+
+void Interrupts::Wait() {
+  const sigset_t set = EndingSignals();
+  const timespec turn{.tv_sec = 0, .tv_nsec = 50'000'000};
+  while (!done_) {
+    const int signal = sigtimedwait(&set, nullptr, &turn);
+    if (signal > 0) Take(signal);
+  }
+}
+
+void Interrupts::Take(int signal) {
+  if (taken_ != 0) _exit(128 + signal);
+  taken_ = signal;
+  absl::MutexLock lock(&mu_);
+  if (!stop_) _exit(128 + signal);
+  stop_(signal);
+}
+
+}  // namespace shardprep

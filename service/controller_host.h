@@ -1,0 +1,58 @@
+// Everything that one controller process runs, put together: backend, job store, controller, gRPC
+// server, local workers, metrics. Used by the controller's binary and by `prepare`.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "workers/grpc_channel.h"
+
+namespace shardprep {
+
+struct ControllerHostOptions {
+  // Addresses to listen on; a port 0 is chosen by the system.
+  std::vector<std::string> listen;
+  ConnectionSecurity security;
+  bool reflection = true;
+  std::string metrics_listen;  // empty: no metrics port
+
+  // Directories and prefixes that jobs may name. Empty means any, which is for loopback and Unix
+  // sockets only: with another address FAILED_PRECONDITION.
+  std::vector<std::string> allow_source;
+  std::vector<std::string> allow_destination;
+  // Directories that symbolic links inside a source may lead into.
+  std::vector<std::string> allow_source_root;
+
+  int local_workers = 0;
+  std::string worker_program;  // empty: shardprep-worker beside the own binary
+  std::string device = "auto";
+  int worker_threads = 0;  // 0: one for each processor
+  // Budget of each local worker, and for the figures of plans.
+  int64_t memory_budget_bytes = int64_t{512} << 20;
+
+  absl::Duration lease_duration = absl::Seconds(60);
+  int max_queued_jobs = 1000;
+  int max_finished_jobs = 1000;
+};
+
+class ControllerHost {
+ public:
+  static absl::StatusOr<std::unique_ptr<ControllerHost>> Start(
+      const ControllerHostOptions& options);
+  // Drain(absl::ZeroDuration()).
+  virtual ~ControllerHost() = default;
+
+  // Addresses that it listens on, with the ports chosen, in the order of the options.
+  virtual const std::vector<std::string>& addresses() const = 0;
+  // Empty without a metrics port.
+  virtual std::string metrics_address() const = 0;
+
+  // Stops within `grace`, as numbered in controller_host.cc. Idempotent.
+  virtual void Drain(absl::Duration grace) = 0;
+};
+
+}  // namespace shardprep

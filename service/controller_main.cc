@@ -1,0 +1,116 @@
+// shardprep-controller: composes a controller from its flags and runs it until SIGTERM or SIGINT.
+#include <signal.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/time/time.h"
+#include "service/controller_host.h"
+#include "workers/byte_size.h"
+#include "workers/log.h"
+
+ABSL_FLAG(std::vector<std::string>, listen, std::vector<std::string>({"127.0.0.1:7070"}),
+          "Addresses to listen on: host:port or unix:/path.");
+ABSL_FLAG(std::string, metrics_listen, "",
+          "Address for Prometheus, for example 0.0.0.0:9464. Empty: none.");
+ABSL_FLAG(bool, reflection, true, "Serve gRPC reflection.");
+ABSL_FLAG(std::string, tls_cert, "",
+          "PEM certificate of the controller; reloaded when it changes.");
+ABSL_FLAG(std::string, tls_key, "", "PEM key of the controller.");
+ABSL_FLAG(std::string, tls_ca, "", "PEM certificates that sign those of clients and workers.");
+ABSL_FLAG(bool, allow_insecure, false, "Allow plaintext on addresses that are not local.");
+ABSL_FLAG(std::vector<std::string>, allow_source, {},
+          "Directories or s3:// prefixes that jobs may read; needed off loopback.");
+ABSL_FLAG(std::vector<std::string>, allow_destination, {},
+          "Directories or s3:// prefixes that jobs may write; needed off loopback.");
+ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
+          "Directories that symbolic links inside a source may lead into.");
+ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
+ABSL_FLAG(std::string, device, "auto", "Device of the local workers: auto, cpu or hip.");
+ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
+ABSL_FLAG(std::string, memory_budget, "512MiB",
+          "Memory that the buffers of each local worker may take; also what plans assume.");
+ABSL_FLAG(absl::Duration, lease_duration, absl::Seconds(60),
+          "Time for which a worker may write without being heard of; at least 20s.");
+ABSL_FLAG(int, max_queued_jobs, 1000, "Unfinished jobs that are kept at most.");
+ABSL_FLAG(int, max_finished_jobs, 1000, "Finished jobs that are remembered at most.");
+ABSL_FLAG(std::string, log_level, "info", "Least level that is logged: info, warning or error.");
+ABSL_FLAG(absl::Duration, drain_grace, absl::Seconds(25),
+          "Time between SIGTERM and the end at most.");
+
+namespace shardprep {
+namespace {
+
+int Fail(const absl::Status& status) {
+  Log(LogLevel::kError, "controller", "cannot start", {{"status", status}});
+  return 1;
+}
+
+absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
+  ControllerHostOptions options;
+  const absl::StatusOr<int64_t> budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
+  if (!budget.ok()) return budget.status();
+  options.memory_budget_bytes = *budget;
+  options.listen = absl::GetFlag(FLAGS_listen);
+  options.security = {.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),
+                              .key = absl::GetFlag(FLAGS_tls_key),
+                              .ca = absl::GetFlag(FLAGS_tls_ca)},
+                      .allow_insecure = absl::GetFlag(FLAGS_allow_insecure)};
+  options.reflection = absl::GetFlag(FLAGS_reflection);
+  options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
+  options.allow_source = absl::GetFlag(FLAGS_allow_source);
+  options.allow_destination = absl::GetFlag(FLAGS_allow_destination);
+  options.allow_source_root = absl::GetFlag(FLAGS_allow_source_root);
+  options.local_workers = absl::GetFlag(FLAGS_local_workers);
+  options.device = absl::GetFlag(FLAGS_device);
+  options.worker_threads = absl::GetFlag(FLAGS_threads);
+  options.lease_duration = absl::GetFlag(FLAGS_lease_duration);
+  options.max_queued_jobs = absl::GetFlag(FLAGS_max_queued_jobs);
+  options.max_finished_jobs = absl::GetFlag(FLAGS_max_finished_jobs);
+  return options;
+}
+
+int Main() {
+  // Blocked before the first thread is made, so that only sigwait() takes them.
+  sigset_t endings;
+  sigemptyset(&endings);
+  sigaddset(&endings, SIGTERM);
+  sigaddset(&endings, SIGINT);
+  pthread_sigmask(SIG_BLOCK, &endings, nullptr);
+  const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
+  if (!level.ok()) return Fail(level.status());
+  SetLeastLogLevel(*level);
+  const absl::StatusOr<ControllerHostOptions> options = OptionsFromFlags();
+  if (!options.ok()) return Fail(options.status());
+  const absl::StatusOr<std::unique_ptr<ControllerHost>> host = ControllerHost::Start(*options);
+  if (!host.ok()) return Fail(host.status());
+  // For whoever started us with port 0.
+  for (const std::string& address : (*host)->addresses()) {
+    std::printf("listening on %s\n", address.c_str());
+  }
+  if (const std::string metrics = (*host)->metrics_address(); !metrics.empty()) {
+    std::printf("metrics on %s\n", metrics.c_str());
+  }
+  std::fflush(stdout);
+  int signal = 0;
+  sigwait(&endings, &signal);
+  (*host)->Drain(absl::GetFlag(FLAGS_drain_grace));
+  return 0;
+}
+
+}  // namespace
+}  // namespace shardprep
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "Takes prep jobs over gRPC and hands them to workers.\n\n"
+      "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
+  absl::ParseCommandLine(argc, argv);
+  return shardprep::Main();
+}

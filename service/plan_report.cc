@@ -1,0 +1,213 @@
+#include "service/plan_report.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "service/flag_set.h"
+#include "service/progress_line.h"
+#include "shardprep/v1/plan.pb.h"
+#include "shardprep/v1/target.pb.h"
+#include "workers/byte_size.h"
+
+namespace shardprep {
+namespace {
+
+using Rows = std::vector<std::pair<std::string, std::string>>;
+
+constexpr int kListedTensors = 10;
+constexpr int kListedStale = 10;
+
+std::string CheckpointSection(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
+  const Rows rows = {
+      {"source", spec.source_uri()},
+      {"family", plan.family()},
+      {"geometry", absl::StrCat("hidden ", FormatThousands(plan.hidden_size()), ", intermediate ",
+                                FormatThousands(plan.intermediate_size()), ", ",
+                                FormatThousands(plan.expert_count()), " routed experts a layer")},
+      {"routed experts", ExactSize(plan.source_routed_bytes())},
+      {"all tensors", ExactSize(plan.source_bytes())}};
+  return absl::StrCat("checkpoint\n", AlignedRows(rows));
+}
+
+std::string LayersText(const v1::PlanSummary& plan) {
+  if (plan.mtp_layer_count() == 0) return absl::StrCat(plan.routed_layer_count());
+  return absl::StrCat(plan.routed_layer_count(), ", of them ", plan.mtp_layer_count(), " MTP");
+}
+
+std::string TargetSection(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
+  const v1::ParallelLayout& parallel = spec.targets(0).parallel_layout();
+  const v1::KernelTarget& kernel = plan.kernel_target();
+  Rows rows = {{"destination", spec.targets(0).destination_uri()},
+               {"parallel layout", absl::StrCat("tensor parallel ", parallel.tensor_parallel_size(),
+                                                " x data parallel ", parallel.data_parallel_size(),
+                                                ", ", plan.rank_count(), " ranks")},
+               {"kernel", absl::StrCat(kernel.backend(), ", ", kernel.activation(), ", ",
+                                       kernel.architecture())}};
+  if (!plan.backend_reason().empty()) rows.emplace_back("backend because", plan.backend_reason());
+  rows.emplace_back("profile", absl::StrCat(kernel.profile(), ", gate mode ", plan.gate_mode()));
+  rows.emplace_back("minimum AITER",
+                    plan.minimum_aiter_version().empty() ? "none" : plan.minimum_aiter_version());
+  rows.emplace_back("routed layers", LayersText(plan));
+  rows.emplace_back("fingerprint", plan.layout_fingerprint());
+  return absl::StrCat("target\n", AlignedRows(rows));
+}
+
+std::string RuleSection(const v1::PlanSummary& plan) {
+  const v1::AlignmentSummary& alignment = plan.alignment();
+  const v1::Extents& extents = plan.extents();
+  const Rows rows = {{"rule", alignment.rule_id()},
+                     {"rule source", WrapText(alignment.rule_source(), 0, 80)},
+                     {"policy", absl::StrCat("version ", alignment.policy_version(), ", sha256 ",
+                                             alignment.policy_digest())}};
+  const auto line = [](const char* name, int64_t native, int64_t align, int64_t padded) {
+    return std::vector<std::string>{name, FormatThousands(native), FormatThousands(align),
+                                    FormatThousands(padded), FormatThousands(padded - native)};
+  };
+  const std::vector<std::vector<std::string>> table = {
+      {"extents of one rank", "native", "alignment", "padded", "pad"},
+      line("intermediate", extents.intermediate(), alignment.intermediate_alignment(),
+           extents.padded_intermediate()),
+      line("hidden", extents.hidden(), alignment.hidden_alignment(), extents.padded_hidden())};
+  return absl::StrCat("alignment\n", AlignedRows(rows), AlignedTable(table, 1));
+}
+
+std::string TensorSection(const v1::PlanSummary& plan) {
+  std::vector<std::vector<std::string>> table = {
+      {"tensor", "dtype", "shape", "layout", "source bytes", "stored bytes", "padding"}};
+  for (const v1::FusedTensorSummary& tensor : plan.fused_tensors()) {
+    table.push_back({tensor.role(), tensor.dtype(),
+                     absl::StrCat("[", absl::StrJoin(tensor.shape(), ", "), "]"), tensor.layout(),
+                     FormatThousands(tensor.native_bytes()), FormatThousands(tensor.size_bytes()),
+                     FormatThousands(tensor.size_bytes() - tensor.native_bytes())});
+  }
+  return absl::StrCat("one layer on one rank\n", AlignedTable(table, 4));
+}
+
+std::vector<std::string> SizeRow(const std::string& name, int64_t bytes) {
+  return {name, absl::StrCat(FormatThousands(bytes), " B"),
+          absl::StrFormat("%.3f GiB", static_cast<double>(bytes) / (int64_t{1} << 30))};
+}
+
+std::string RankSection(const v1::PlanSummary& plan) {
+  std::vector<std::vector<std::string>> table;
+  table.push_back(SizeRow("prepared routed experts", plan.routed_bytes_per_rank()));
+  if (plan.mtp_layer_count() > 0) {
+    table.push_back(SizeRow("  without MTP layers", plan.routed_bytes_per_rank_without_mtp()));
+  }
+  table.push_back(SizeRow("  of them padding", plan.padding_bytes_per_rank()));
+  table.push_back(SizeRow(absl::StrCat("under the generic rule ", plan.generic_rule_id()),
+                          plan.generic_rule_bytes_per_rank()));
+  table.push_back(SizeRow("saved by this rule", plan.saved_bytes_per_rank()));
+  return absl::StrCat("each rank\n", AlignedTable(table, 1));
+}
+
+std::string JobSection(const v1::PlanSummary& plan) {
+  std::vector<std::vector<std::string>> table;
+  table.push_back(SizeRow("replicated tensors, stored once", plan.replicated_bytes()));
+  table.push_back(SizeRow("source bytes needed", plan.needed_bytes()));
+  table.push_back(SizeRow("source bytes read", plan.read_bytes()));
+  table.push_back(SizeRow("written, space needed", plan.output_bytes()));
+  if (plan.destination_free_bytes() >= 0) {
+    table.push_back(SizeRow("free at the destination", plan.destination_free_bytes()));
+  }
+  table.push_back(SizeRow("least memory of a worker", plan.minimum_memory_budget_bytes()));
+  table.push_back(SizeRow("memory to read the source once", plan.read_once_memory_budget_bytes()));
+  const Rows rows = {
+      {"read amplification", absl::StrFormat("%.3f", plan.read_amplification())},
+      {"ranks in one lease", absl::StrCat(plan.ranks_per_lease(), " of ", plan.rank_count())},
+      {"work", absl::StrCat(FormatThousands(plan.region_count()), " regions, ",
+                            FormatThousands(plan.part_count()), " part files")}};
+  return absl::StrCat("job\n", AlignedTable(table, 1), AlignedRows(rows));
+}
+
+std::string LeftBehindSection(const v1::PlanSummary& plan) {
+  std::string text = absl::StrCat("not carried: ", FormatThousands(plan.not_carried_count()),
+                                  " tensors, ", ExactSize(plan.not_carried_bytes()), "\n");
+  std::vector<std::vector<std::string>> table;
+  for (const v1::NotCarried& tensor : plan.not_carried()) {
+    if (static_cast<int>(table.size()) == kListedTensors) break;
+    table.push_back(
+        {tensor.name(), tensor.reason(), absl::StrCat(FormatThousands(tensor.size_bytes()), " B")});
+  }
+  const int64_t more = plan.not_carried_count() - static_cast<int64_t>(table.size());
+  absl::StrAppend(&text, AlignedTable(table, 2));
+  if (more > 0) absl::StrAppend(&text, "  and ", FormatThousands(more), " more\n");
+  return text;
+}
+
+std::string StaleSection(const v1::PlanSummary& plan) {
+  const int stale = plan.stale_index_entries_size();
+  if (stale == 0) return "";
+  std::string text = absl::StrCat("stale index entries, not needed: ", stale, "\n");
+  for (int i = 0; i < std::min(stale, kListedStale); ++i) {
+    absl::StrAppend(&text, "  ", plan.stale_index_entries(i), "\n");
+  }
+  if (stale > kListedStale) absl::StrAppend(&text, "  and ", stale - kListedStale, " more\n");
+  return text;
+}
+
+std::string WarningSection(const v1::PlanSummary& plan) {
+  std::string text;
+  if (plan.destination_free_bytes() >= 0 && plan.destination_free_bytes() < plan.output_bytes()) {
+    absl::StrAppend(&text, "warning: the destination has ",
+                    FormatThousands(plan.output_bytes() - plan.destination_free_bytes()),
+                    " B too little space for all of it\n");
+  }
+  if (plan.read_bytes() > plan.needed_bytes()) {
+    absl::StrAppend(&text, "warning: with this memory budget a lease covers ",
+                    plan.ranks_per_lease(), " of ", plan.rank_count(),
+                    " ranks, and parts of the source are read more than once\n");
+  }
+  for (const std::string& warning : plan.warnings()) {
+    absl::StrAppend(&text, "warning: ", warning, "\n");
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string AlignedRows(const std::vector<std::pair<std::string, std::string>>& rows) {
+  size_t widest = 0;
+  for (const auto& [name, value] : rows) widest = std::max(widest, name.size());
+  std::string text;
+  for (const auto& [name, value] : rows) {
+    std::string head = absl::StrCat("  ", name);
+    for (const absl::string_view line : absl::StrSplit(value, '\n')) {
+      head.resize(widest + 4, ' ');
+      absl::StrAppend(&text, head, line, "\n");
+      head.clear();
+    }
+  }
+  return text;
+}
+
+std::string AlignedTable(const std::vector<std::vector<std::string>>& rows, size_t left) {
+  std::vector<size_t> widths;
+  for (const std::vector<std::string>& row : rows) {
+    widths.resize(std::max(widths.size(), row.size()));
+    for (size_t c = 0; c < row.size(); ++c) widths[c] = std::max(widths[c], row[c].size());
+  }
+  std::string text;
+  for (const std::vector<std::string>& row : rows) {
+    std::string line;
+    for (size_t c = 0; c < row.size(); ++c) {
+      const std::string space(widths[c] - row[c].size(), ' ');
+      absl::StrAppend(&line, "  ", c < left ? row[c] : space, c < left ? space : row[c]);
+    }
+    while (!line.empty() && line.back() == ' ') line.pop_back();
+    absl::StrAppend(&text, line, "\n");
+  }
+  return text;
+}
+
+std::string PlanReport(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
+  return absl::StrCat(CheckpointSection(spec, plan), TargetSection(spec, plan), RuleSection(plan),
+                      TensorSection(plan), RankSection(plan), JobSection(plan),
+                      LeftBehindSection(plan), StaleSection(plan), WarningSection(plan));
+}
+
+}  // namespace shardprep

@@ -1,0 +1,78 @@
+#include "service/private_controller.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/status_macros.h"
+#include "service/controller_host.h"
+
+namespace shardprep {
+namespace {
+
+// A new directory with mode 0700, by a short path: socket addresses hold 107 bytes.
+absl::StatusOr<std::string> MakePrivateDirectory() {
+  std::string path = "/tmp/shardprep-XXXXXX";
+  if (::mkdtemp(path.data()) == nullptr) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("no directory for a socket: ", path, ": ", ::strerror(errno)));
+  }
+  return path;
+}
+
+class HostedController : public PrivateController {
+ public:
+  explicit HostedController(std::string directory)
+      : directory_(std::move(directory)), address_(absl::StrCat("unix:", directory_, "/socket")) {}
+
+  ~HostedController() override { HostedController::Stop(absl::ZeroDuration()); }
+
+  absl::Status Start(const PrivateControllerOptions& options) {
+    ControllerHostOptions host;
+    host.listen = {address_};
+    host.metrics_listen = options.metrics_listen;
+    host.allow_source_root = options.allow_source_root;
+    host.local_workers = options.workers;
+    host.worker_program = options.worker_program;
+    host.device = options.device;
+    host.worker_threads = options.worker_threads;
+    host.memory_budget_bytes = options.memory_budget_bytes;
+    SP_ASSIGN_OR_RETURN(host_, ControllerHost::Start(host));
+    return absl::OkStatus();
+  }
+
+  const std::string& address() const override { return address_; }
+
+  std::string metrics_address() const override {
+    return host_ == nullptr ? "" : host_->metrics_address();
+  }
+
+  void Stop(absl::Duration grace) override {
+    if (host_ != nullptr) host_->Drain(grace);
+    host_.reset();
+    ::unlink(absl::StrCat(directory_, "/socket").c_str());
+    ::rmdir(directory_.c_str());
+  }
+
+ private:
+  const std::string directory_;
+  const std::string address_;
+  std::unique_ptr<ControllerHost> host_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<PrivateController>> PrivateController::Start(
+    const PrivateControllerOptions& options) {
+  if (options.workers < 1) return absl::InvalidArgumentError("workers: want at least 1");
+  SP_ASSIGN_OR_RETURN(std::string directory, MakePrivateDirectory());
+  auto controller = std::make_unique<HostedController>(std::move(directory));
+  SP_RETURN_IF_ERROR(controller->Start(options));
+  return {std::move(controller)};
+}
+
+}  // namespace shardprep

@@ -1,0 +1,45 @@
+// A controller for one command: it listens on a Unix socket in a directory that only this user can
+// enter, runs its workers on this machine, and goes with the process.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace shardprep {
+
+struct PrivateControllerOptions {
+  int workers = 1;
+  std::string device = "auto";                       // auto, cpu or hip
+  int64_t memory_budget_bytes = int64_t{512} << 20;  // of each worker
+  int worker_threads = 0;                            // of each worker; 0: one for each processor
+  std::string metrics_listen;                        // empty: none
+  // Directories that symbolic links inside the source may lead into.
+  std::vector<std::string> allow_source_root;
+  std::string worker_program;  // empty: shardprep-worker beside the own binary
+};
+
+class PrivateController {
+ public:
+  // Errors: FAILED_PRECONDITION (no worker binary, no place for the socket), UNAVAILABLE.
+  static absl::StatusOr<std::unique_ptr<PrivateController>> Start(
+      const PrivateControllerOptions& options);
+  // Stop(absl::ZeroDuration()).
+  virtual ~PrivateController() = default;
+
+  // "unix:/…", for PrepClient.
+  virtual const std::string& address() const = 0;
+  // Empty without a metrics port.
+  virtual std::string metrics_address() const = 0;
+
+  // Unfinished jobs stay unfinished: their recorded parts and journal stay at the destination, and
+  // an equal job resumes them. Leases are given back within `grace`, workers are ended, the socket
+  // and its directory are removed.
+  virtual void Stop(absl::Duration grace) = 0;
+};
+
+}  // namespace shardprep

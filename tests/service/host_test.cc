@@ -1,0 +1,198 @@
+// The real backend, and a whole private controller with its worker process.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "service/client.h"
+#include "service/controller_host.h"
+#include "service/prep_backend.h"
+#include "service/private_controller.h"
+#include "tests/support/temp_dir.h"
+#include "tests/support/test_checkpoint.h"
+#include "workers/grpc_status.h"
+
+namespace shardprep {
+namespace {
+
+using ::testing::HasSubstr;
+
+v1::PrepJobSpec Spec(const std::string& source, const std::string& destination) {
+  v1::PrepJobSpec spec;
+  spec.set_source_uri(source);
+  v1::Target& target = *spec.add_targets();
+  target.set_destination_uri(destination);
+  target.mutable_parallel_layout()->set_tensor_parallel_size(2);
+  return spec;
+}
+
+absl::StatusOr<std::unique_ptr<PlannedJob>> PlanWith(const PrepBackendOptions& options,
+                                                     const v1::PrepJobSpec& spec) {
+  const absl::StatusOr<std::unique_ptr<JobBackend>> backend = MakePrepBackend(options);
+  if (!backend.ok()) return backend.status();
+  const absl::StatusOr<v1::PrepJobSpec> normal = (*backend)->Normalize(spec);
+  if (!normal.ok()) return normal.status();
+  return (*backend)->Plan(*normal, int64_t{512} << 20);
+}
+
+TEST(PrepBackend, PlacesOutsideTheAllowListsAreRefused) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "models/m1", {}), absl::OkStatus());
+  ASSERT_EQ(WriteTestCheckpoint(dir / "secret", {}), absl::OkStatus());
+  // A link inside the allowed folder that leads out of it, and a folder with the same beginning.
+  std::filesystem::create_directory_symlink(dir / "secret", dir / "models/link");
+  std::filesystem::create_directories(dir / "models-2");
+  const PrepBackendOptions options = {.allow_source = {dir / "models"},
+                                      .allow_destination = {dir / "out"}};
+  EXPECT_TRUE(PlanWith(options, Spec(dir / "models/m1", dir / "out/a")).ok());
+  const std::vector<v1::PrepJobSpec> refused = {
+      Spec(dir / "secret", dir / "out/a"), Spec(dir / "models/link", dir / "out/a"),
+      Spec(dir / "models-2", dir / "out/a"), Spec(dir / "models/m1", dir / "other"),
+      Spec(dir / "models/m1", dir / "models/m1/out")};
+  for (const v1::PrepJobSpec& spec : refused) {
+    const absl::Status status = PlanWith(options, spec).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << spec.ShortDebugString();
+    EXPECT_EQ(ReasonOf(status).reason, "URI_NOT_ALLOWED");
+  }
+}
+
+TEST(PrepBackend, SourceIsNoDestinationNotEvenThroughALink) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", {}), absl::OkStatus());
+  std::filesystem::create_directory_symlink(dir / "model", dir / "link");
+  EXPECT_EQ(PlanWith({}, Spec(dir / "model", dir / "link")).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_TRUE(PlanWith({}, Spec(dir / "model", dir / "model/prepared")).ok());
+}
+
+TEST(PrepBackend, PlanningWritesNothing) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", {}), absl::OkStatus());
+  const auto planned = PlanWith({}, Spec(dir / "model", dir / "out"));
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  const auto found = (*planned)->Inspect();
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_FALSE(found->complete.has_value());
+  EXPECT_FALSE(std::filesystem::exists(dir / "out"));
+  const PlanFacts& facts = (*planned)->facts();
+  EXPECT_EQ(facts.destination, dir / "out");
+  EXPECT_EQ(facts.summary.layout_fingerprint(), facts.fingerprint);
+  EXPECT_GT(facts.summary.destination_free_bytes(), 0);
+  int64_t bytes = 0;
+  for (const RegionTasks& region : facts.regions) {
+    bytes += region.bytes_per_rank * static_cast<int64_t>(region.ranks.size());
+  }
+  // Output bytes count headers as well.
+  EXPECT_LE(bytes, facts.summary.output_bytes());
+  EXPECT_GT(bytes, facts.summary.output_bytes() * 9 / 10);
+}
+
+TEST(PrepBackend, TooLittleSpaceIsRefusedNamingFreeAndNeeded) {
+  const TempDir dir;
+  CheckpointSpec large;
+  large.hidden = large.intermediate = 65536;
+  large.experts = 64;
+  large.layers = 8;
+  large.files = 8;
+  large.sparse = true;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", large), absl::OkStatus());
+  const auto planned = PlanWith({}, Spec(dir / "model", dir / "out"));
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  const int64_t needed = (*planned)->facts().summary.output_bytes();
+  if ((*planned)->facts().summary.destination_free_bytes() > needed) {
+    GTEST_SKIP() << "this file system has room for " << needed << " bytes";
+  }
+  const absl::Status refused = (*planned)->CheckRoom(*(*planned)->Inspect());
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(refused).reason, "NO_SPACE");
+  EXPECT_EQ(ReasonOf(refused).metadata["needed_bytes"], std::to_string(needed));
+  EXPECT_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST(ControllerHost, OffLoopbackItNeedsAllowListsAndSecurity) {
+  ControllerHostOptions options;
+  options.listen = {"0.0.0.0:0"};
+  options.security.allow_insecure = true;
+  const absl::Status open = ControllerHost::Start(options).status();
+  EXPECT_EQ(open.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(open.message()), HasSubstr("--allow-source"));
+  options.allow_source = {"/models"};
+  options.allow_destination = {"/prepared"};
+  EXPECT_TRUE(ControllerHost::Start(options).ok());
+  options.security.allow_insecure = false;
+  EXPECT_EQ(ControllerHost::Start(options).status().code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(ControllerHost, NumbersAreChecked) {
+  const auto refuse = [](const char* what, const auto& change) {
+    ControllerHostOptions options;
+    options.listen = {"127.0.0.1:0"};
+    change(options);
+    EXPECT_EQ(ControllerHost::Start(options).status().code(), absl::StatusCode::kInvalidArgument)
+        << what;
+  };
+  refuse("workers", [](auto& o) { o.local_workers = -1; });
+  refuse("lease", [](auto& o) { o.lease_duration = absl::Seconds(19); });
+  refuse("budget", [](auto& o) { o.memory_budget_bytes = 0; });
+  refuse("jobs", [](auto& o) { o.max_queued_jobs = 0; });
+  refuse("allowed", [](auto& o) { o.allow_source = {"relative/path"}; });
+}
+
+class PrivateControllerTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    ASSERT_EQ(WriteTestCheckpoint(dir_ / "model", {}), absl::OkStatus());
+    auto controller =
+        PrivateController::Start({.device = "cpu", .worker_program = SHARDPREP_WORKER});
+    ASSERT_TRUE(controller.ok()) << controller.status();
+    controller_ = *std::move(controller);
+    client_ = *PrepClient::Make(controller_->address());
+  }
+
+  absl::StatusOr<v1::PrepJob> Run(const std::string& id, const v1::PrepJobSpec& spec) {
+    v1::CreatePrepJobRequest request;
+    request.set_prep_job_id(id);
+    *request.mutable_spec() = spec;
+    absl::StatusOr<v1::PrepJob> job = client_->Create(request);
+    if (!job.ok()) return job;
+    const absl::Status watched = client_->Watch(id, [&](const v1::PrepJob& state) {
+      job = state;
+      return true;
+    });
+    if (!watched.ok()) return watched;
+    return job;
+  }
+
+  TempDir dir_;
+  std::unique_ptr<PrivateController> controller_;
+  std::unique_ptr<PrepClient> client_;
+};
+
+TEST_F(PrivateControllerTest, RunsAJobAndThenFindsItDone) {
+  const absl::StatusOr<v1::PrepJob> job = Run("first", Spec(dir_ / "model", dir_ / "out"));
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->state(), v1::PrepJob::STATE_SUCCEEDED) << job->error().message();
+  EXPECT_EQ(job->progress().rank_tasks_done(), job->progress().rank_tasks_total());
+  EXPECT_THAT(job->progress().device(), HasSubstr("cpu"));
+  EXPECT_TRUE(std::filesystem::exists(dir_ / "out/manifest.json"));
+  EXPECT_FALSE(std::filesystem::exists(dir_ / "out/_shardprep"));
+  const absl::StatusOr<v1::PrepJob> again = Run("second", Spec(dir_ / "model", dir_ / "out"));
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->state(), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_EQ(again->progress().bytes_read(), 0);
+  EXPECT_EQ(again->manifest().sha256(), job->manifest().sha256());
+}
+
+TEST_F(PrivateControllerTest, StopRemovesItsSocket) {
+  const std::string socket = controller_->address().substr(5);
+  EXPECT_EQ(::access(socket.c_str(), F_OK), 0);
+  controller_->Stop(absl::Seconds(10));
+  EXPECT_NE(::access(socket.c_str(), F_OK), 0);
+  EXPECT_FALSE(std::filesystem::exists(std::filesystem::path(socket).parent_path()));
+}
+
+}  // namespace
+}  // namespace shardprep

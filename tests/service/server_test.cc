@@ -1,0 +1,338 @@
+// The services over real connections: a server on a Unix socket or a loopback port, real clients,
+// a fake backend behind the controller.
+#include "service/server.h"
+
+#include <gmock/gmock.h>
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "service/client.h"
+#include "shardprep/v1/prep.grpc.pb.h"
+#include "shardprep/v1/worker.grpc.pb.h"
+#include "tests/service/controller_fixture.h"
+#include "tests/service/test_certificates.h"
+#include "tests/support/temp_dir.h"
+#include "workers/grpc_status.h"
+
+namespace shardprep {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class ServerTest : public ControllerFixture {
+ protected:
+  void SetUp() override {
+    StartController(Options());
+    StartServer({.listen = {"127.0.0.1:0"}});
+  }
+
+  void TearDown() override { server_.reset(); }
+
+  void StartServer(const ServerOptions& options) {
+    absl::StatusOr<std::unique_ptr<Server>> server = Server::Start(options, controller_.get());
+    ASSERT_TRUE(server.ok()) << server.status();
+    server_ = *std::move(server);
+    server_->SetReady(true);
+    absl::StatusOr<std::unique_ptr<PrepClient>> client =
+        PrepClient::Make(server_->addresses()[0], options.security);
+    ASSERT_TRUE(client.ok()) << client.status();
+    client_ = *std::move(client);
+    channel_ = *MakeChannel(server_->addresses()[0], options.security);
+  }
+
+  absl::StatusOr<v1::PrepJob> CreateOverWire(const std::string& id, const v1::PrepJobSpec& spec) {
+    v1::CreatePrepJobRequest request;
+    request.set_prep_job_id(id);
+    *request.mutable_spec() = spec;
+    return client_->Create(request);
+  }
+
+  // SERVING is 1, NOT_SERVING 2; the status's code when the call fails. HealthCheckRequest has one
+  // string field 1 and HealthCheckResponse one enum field 1, as these two messages have.
+  absl::StatusOr<int> Health(const std::string& name) {
+    grpc::TemplatedGenericStub<v1::GetPrepJobRequest, v1::RankTask> stub(channel_);
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(20)));
+    v1::GetPrepJobRequest request;
+    request.set_prep_job_id(name);
+    v1::RankTask response;
+    grpc::Status status;
+    absl::Notification done;
+    stub.UnaryCall(&context, "/grpc.health.v1.Health/Check", grpc::StubOptions(), &request,
+                   &response, [&](const grpc::Status& s) {
+                     status = s;
+                     done.Notify();
+                   });
+    done.WaitForNotification();
+    if (!status.ok()) return FromGrpcStatus(status);
+    return response.rank();
+  }
+
+  // A worker's call with its own deadline.
+  absl::StatusOr<v1::SynchronizeResponse> SynchronizeOverWire(
+      const v1::SynchronizeRequest& request, absl::Duration deadline = absl::Seconds(20)) {
+    const auto stub = v1::WorkerService::NewStub(channel_);
+    grpc::ClientContext context;
+    context.set_deadline(absl::ToChronoTime(absl::Now() + deadline));
+    v1::SynchronizeResponse response;
+    const grpc::Status status = stub->Synchronize(&context, request, &response);
+    if (!status.ok()) return FromGrpcStatus(status);
+    return response;
+  }
+
+  std::unique_ptr<Server> server_;
+  std::unique_ptr<PrepClient> client_;
+  std::shared_ptr<grpc::Channel> channel_;
+};
+
+TEST_F(ServerTest, CreateIsIdempotentById) {
+  const absl::StatusOr<v1::PrepJob> job = CreateOverWire("a", Spec("/models/a", "/out/a"));
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->prep_job_id(), "a");
+  const absl::StatusOr<v1::PrepJob> again = CreateOverWire("a", Spec("/models/a", "/out/a"));
+  ASSERT_TRUE(again.ok());
+  EXPECT_EQ(again->create_time().nanos(), job->create_time().nanos());
+  const absl::Status other = CreateOverWire("a", Spec("/models/b", "/out/a")).status();
+  EXPECT_EQ(other.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(ReasonOf(other).reason, "JOB_ID_TAKEN");
+  EXPECT_EQ(ReasonOf(other).metadata["prep_job_id"], "a");
+}
+
+TEST_F(ServerTest, UnknownJobsAreNotFound) {
+  EXPECT_EQ(client_->Get("none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->Cancel("none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->GetManifest("none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->Watch("none", [](const v1::PrepJob&) { return true; }).code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_EQ(ReasonOf(client_->Get("none").status()).reason, "JOB_NOT_FOUND");
+}
+
+TEST_F(ServerTest, PlanAnswersOverTheWire) {
+  v1::PlanPrepJobRequest request;
+  *request.mutable_spec() = Spec("/models/a", "/out/a");
+  const absl::StatusOr<v1::PlanSummary> plan = client_->Plan(request);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->rank_count(), 2);
+  backend_.Fail({.plan = absl::InvalidArgumentError("intermediate 3072: want T of 1, 2, 4")});
+  EXPECT_THAT(std::string(client_->Plan(request).status().message()), HasSubstr("want T of"));
+}
+
+TEST_F(ServerTest, PagesCoverAllJobs) {
+  for (int i = 0; i < 5; ++i) {
+    ASSERT_TRUE(
+        CreateOverWire(absl::StrCat("j", i), Spec("/models/a", absl::StrCat("/out/", i))).ok());
+  }
+  std::vector<std::string> ids;
+  v1::ListPrepJobsRequest request;
+  request.set_page_size(2);
+  do {
+    const absl::StatusOr<v1::ListPrepJobsResponse> page = client_->List(request);
+    ASSERT_TRUE(page.ok()) << page.status();
+    for (const v1::PrepJob& job : page->prep_jobs()) ids.push_back(job.prep_job_id());
+    request.set_page_token(page->next_page_token());
+  } while (!request.page_token().empty());
+  EXPECT_THAT(ids, ElementsAre("j4", "j3", "j2", "j1", "j0"));
+}
+
+TEST_F(ServerTest, WatchSendsThePresentStateFirstAndEndsAfterTheLast) {
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  std::vector<v1::PrepJob::State> states;
+  absl::Notification first;
+  absl::Status status;
+  std::thread watcher([&] {
+    status = client_->Watch("a", [&](const v1::PrepJob& job) {
+      if (states.empty()) first.Notify();
+      if (states.empty() || states.back() != job.state()) states.push_back(job.state());
+      return true;
+    });
+  });
+  // Nothing moves without a worker, so the first state is the present one.
+  first.WaitForNotification();
+  WorkUntilDone("w", "a");
+  watcher.join();
+  EXPECT_EQ(status, absl::OkStatus());
+  EXPECT_EQ(states.back(), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_NE(states.front(), v1::PrepJob::STATE_SUCCEEDED);
+  // Watching a finished job tells its end.
+  states.clear();
+  EXPECT_EQ(client_->Watch("a",
+                           [&](const v1::PrepJob& job) {
+                             states.push_back(job.state());
+                             return true;
+                           }),
+            absl::OkStatus());
+  EXPECT_THAT(states, ElementsAre(v1::PrepJob::STATE_SUCCEEDED));
+}
+
+TEST_F(ServerTest, EndingAWatchDoesNotTouchTheJob) {
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  EXPECT_EQ(client_->Watch("a", [](const v1::PrepJob&) { return false; }).code(),
+            absl::StatusCode::kCancelled);
+  EXPECT_FALSE(client_->Get("a")->cancel_requested());
+  WorkUntilDone("w", "a");
+}
+
+TEST_F(ServerTest, CancelAnswersAtOnceAndShows) {
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  const absl::StatusOr<v1::PrepJob> job = client_->Cancel("a");
+  ASSERT_TRUE(job.ok());
+  EXPECT_TRUE(job->cancel_requested());
+  EXPECT_EQ(AwaitState("a", v1::PrepJob::STATE_CANCELLED).state(), v1::PrepJob::STATE_CANCELLED);
+  ASSERT_TRUE(CreateOverWire("b", Spec("/models/b", "/out/b")).ok());
+  WorkUntilDone("w", "b");
+  const absl::Status late = client_->Cancel("b").status();
+  EXPECT_EQ(late.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(late).metadata["state"], "STATE_SUCCEEDED");
+}
+
+TEST_F(ServerTest, IdleWorkersCallIsHeldUntilThereIsWork) {
+  absl::StatusOr<v1::SynchronizeResponse> response;
+  std::thread worker([&] { response = SynchronizeOverWire(Request("w")); });
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  worker.join();
+  ASSERT_TRUE(response.ok()) << response.status();
+  ASSERT_EQ(response->leases_size(), 1);
+  EXPECT_EQ(response->leases(0).spec().source_uri(), "/models/a");
+  EXPECT_TRUE(response->leases(0).has_region());
+}
+
+TEST_F(ServerTest, HeldCallIsAnsweredBeforeItsDeadline) {
+  // The margin is a second, so this one is not held at all.
+  EXPECT_TRUE(SynchronizeOverWire(Request("w"), absl::Milliseconds(900)).ok());
+}
+
+TEST_F(ServerTest, WorkerOfAnotherBuildIsRefused) {
+  v1::SynchronizeRequest request = Request("w");
+  request.mutable_build()->set_policy_digest("other");
+  const absl::Status status = SynchronizeOverWire(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(status).reason, "BUILD_MISMATCH");
+}
+
+TEST_F(ServerTest, OversizedFieldsAndMessagesAreRefused) {
+  v1::PrepJobSpec spec = Spec(std::string(4097, 'x'), "/out/a");
+  EXPECT_EQ(CreateOverWire("a", spec).status().code(), absl::StatusCode::kInvalidArgument);
+  spec = Spec("/models/a", "/out/a");
+  while (spec.targets_size() <= 16) *spec.add_targets() = spec.targets(0);
+  EXPECT_EQ(CreateOverWire("a", spec).status().code(), absl::StatusCode::kInvalidArgument);
+  spec = Spec("/models/a", "/out/a");
+  spec.set_alignment_policy_json(std::string(5 << 20, ' '));
+  EXPECT_EQ(CreateOverWire("a", spec).status().code(), absl::StatusCode::kResourceExhausted);
+}
+
+TEST_F(ServerTest, HealthNamesAreReadinessAndLiveness) {
+  for (const char* name : {"", "shardprep.v1.PrepService", "liveness"}) {
+    EXPECT_EQ(Health(name).value_or(0), 1) << name;
+  }
+  EXPECT_EQ(Health("other").status().code(), absl::StatusCode::kNotFound);
+  server_->SetReady(false);
+  EXPECT_EQ(Health("").value_or(0), 2);
+  EXPECT_EQ(Health("shardprep.v1.PrepService").value_or(0), 2);
+  EXPECT_EQ(Health("liveness").value_or(0), 1);
+}
+
+TEST_F(ServerTest, DrainEndsWatchesWithUnavailable) {
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  absl::Notification watching;
+  absl::Status watch_status;
+  std::thread watcher([&] {
+    bool told = false;
+    watch_status = client_->Watch(
+        "a",
+        [&](const v1::PrepJob&) {
+          if (!told) watching.Notify();
+          told = true;
+          return true;
+        },
+        absl::ZeroDuration());
+  });
+  watching.WaitForNotification();
+  controller_->EndStreams();
+  watcher.join();
+  EXPECT_EQ(watch_status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(ReasonOf(watch_status).reason, "DRAINING");
+  const absl::Status refused = SynchronizeOverWire(Request("w")).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kUnavailable);
+  server_->Shutdown(absl::Seconds(5));
+}
+
+TEST_F(ServerTest, ShutdownWaitsForNoOneBeyondItsGrace) {
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  absl::Notification watching;
+  std::thread watcher([&] {
+    bool told = false;
+    (void)client_->Watch(
+        "a",
+        [&](const v1::PrepJob&) {
+          if (!told) watching.Notify();
+          told = true;
+          return true;
+        },
+        absl::ZeroDuration());
+  });
+  watching.WaitForNotification();
+  const absl::Time begin = absl::Now();
+  server_->Shutdown(absl::Milliseconds(100));  // the watch is still open
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(10));
+  watcher.join();
+}
+
+TEST_F(ServerTest, TakenPortIsUnavailable) {
+  const auto second = Server::Start({.listen = {server_->addresses()[0]}}, controller_.get());
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable) << second.status();
+}
+
+TEST_F(ServerTest, PlaintextOffLoopbackIsRefused) {
+  EXPECT_EQ(Server::Start({.listen = {"0.0.0.0:0"}}, controller_.get()).status().code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(ServerTest, UnixSocketServesAndIsRemoved) {
+  const TempDir directory;
+  const std::string path = directory / "socket";
+  StartServer({.listen = {"unix:" + path}});
+  EXPECT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  server_.reset();
+  EXPECT_NE(::access(path.c_str(), F_OK), 0);
+}
+
+TEST_F(ServerTest, MutualTlsLetsInOnlyClientsWithACertificate) {
+  const TestCertificates certificates;
+  const ConnectionSecurity security = {.tls = {.certificate = certificates.path("leaf.pem"),
+                                               .key = certificates.path("leaf.key"),
+                                               .ca = certificates.path("ca.pem")}};
+  // By name: that is what the certificate is made out to.
+  StartServer({.listen = {"localhost:0"}, .security = security});
+  EXPECT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  const auto plain = MakeChannel(server_->addresses()[0], {});
+  const auto stub = v1::PrepService::NewStub(*plain);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(20)));
+  v1::GetPrepJobRequest request;
+  request.set_prep_job_id("a");
+  v1::PrepJob job;
+  EXPECT_FALSE(stub->GetPrepJob(&context, request, &job).ok());
+  const TestCertificates others;  // signed by another authority
+  const auto foreign =
+      MakeChannel(server_->addresses()[0], {.tls = {.certificate = others.path("leaf.pem"),
+                                                    .key = others.path("leaf.key"),
+                                                    .ca = certificates.path("ca.pem")}});
+  const auto foreign_stub = v1::PrepService::NewStub(*foreign);
+  grpc::ClientContext foreign_context;
+  foreign_context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(20)));
+  EXPECT_FALSE(foreign_stub->GetPrepJob(&foreign_context, request, &job).ok());
+}
+
+}  // namespace
+}  // namespace shardprep

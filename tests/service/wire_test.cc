@@ -1,0 +1,124 @@
+// Statuses on the wire, addresses, and log lines.
+#include <gmock/gmock.h>
+#include <grpcpp/support/status.h>
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "google/rpc/error_details.pb.h"
+#include "google/rpc/status.pb.h"
+#include "workers/grpc_channel.h"
+#include "workers/grpc_status.h"
+#include "workers/log.h"
+
+namespace shardprep {
+namespace {
+
+TEST(GrpcStatus, EveryCodeSurvivesTheRoundTrip) {
+  for (int code = 0; code <= 16; ++code) {
+    const absl::Status status(static_cast<absl::StatusCode>(code), code == 0 ? "" : "what failed");
+    EXPECT_EQ(static_cast<int>(ToGrpcStatus(status).error_code()), code);
+    EXPECT_EQ(FromGrpcStatus(ToGrpcStatus(status)).code(), status.code());
+    EXPECT_EQ(FromGrpcStatus(ToGrpcStatus(status)).message(), status.message());
+    EXPECT_EQ(FromRpcStatus(ToRpcStatus(status)).code(), status.code());
+  }
+}
+
+TEST(GrpcStatus, EveryErrorCarriesAnErrorInfo) {
+  const grpc::Status plain = ToGrpcStatus(absl::DataLossError("short"));
+  google::rpc::Status details;
+  ASSERT_TRUE(details.ParseFromString(plain.error_details()));
+  ASSERT_EQ(details.details_size(), 1);
+  google::rpc::ErrorInfo info;
+  ASSERT_TRUE(details.details(0).UnpackTo(&info));
+  EXPECT_EQ(info.domain(), "shardprep");
+  EXPECT_EQ(info.reason(), "DATA_LOSS");
+}
+
+TEST(GrpcStatus, ReasonAndMetadataSurviveTheRoundTrip) {
+  const absl::Status status =
+      WithReason(absl::ResourceExhaustedError("full"), "NO_SPACE", {{"free_bytes", "12"}});
+  const ErrorReason back = ReasonOf(FromGrpcStatus(ToGrpcStatus(status)));
+  EXPECT_EQ(back.reason, "NO_SPACE");
+  EXPECT_EQ(back.metadata.at("free_bytes"), "12");
+  EXPECT_TRUE(WithReason(absl::OkStatus(), "NO_SPACE").ok());
+}
+
+TEST(GrpcStatus, LongMessagesAreCutBetweenCharacters) {
+  std::string message(4095, 'x');
+  message += "äää";  // two bytes each, so the bound falls inside one
+  const grpc::Status status = ToGrpcStatus(absl::InternalError(message));
+  EXPECT_EQ(status.error_message(), std::string(4095, 'x') + "...");
+}
+
+TEST(GrpcStatus, ForeignStatusesAreTakenAsTheyAre) {
+  EXPECT_EQ(FromGrpcStatus(grpc::Status(grpc::StatusCode::UNAVAILABLE, "no route")).code(),
+            absl::StatusCode::kUnavailable);
+  google::rpc::Status odd;
+  odd.set_code(99);
+  EXPECT_EQ(FromRpcStatus(odd).code(), absl::StatusCode::kUnknown);
+}
+
+TEST(GrpcChannel, LocalAddressesAreRecognised) {
+  for (const char* local :
+       {"unix:/run/x", "127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"}) {
+    EXPECT_TRUE(IsLocalAddress(local)) << local;
+  }
+  for (const char* other : {"0.0.0.0:1", "10.0.0.1:1", "[::]:1", "node-3:1", "127.example.com:1",
+                            "localhost.example.com:1", "127.0.0.1.example.com:1"}) {
+    EXPECT_FALSE(IsLocalAddress(other)) << other;
+  }
+}
+
+TEST(GrpcChannel, PlaintextIsForLocalAddressesUnlessAllowed) {
+  ConnectionSecurity open;
+  EXPECT_EQ(CheckAddress("10.0.0.1:7070", open).code(), absl::StatusCode::kFailedPrecondition);
+  open.allow_insecure = true;
+  EXPECT_EQ(CheckAddress("10.0.0.1:7070", open), absl::OkStatus());
+  EXPECT_EQ(CheckAddress("127.0.0.1:7070", {}), absl::OkStatus());
+}
+
+TEST(GrpcChannel, MalformedAddressesAreRefused) {
+  for (const char* bad : {"", "localhost", ":1", "localhost:", "localhost:x", "localhost:65536",
+                          "localhost:-1", "http://localhost:1", "unix:"}) {
+    EXPECT_EQ(CheckAddress(bad, {}).code(), absl::StatusCode::kInvalidArgument) << bad;
+  }
+  EXPECT_EQ(CheckAddress("unix:/" + std::string(107, 'x'), {}).code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(CheckAddress("unix:/" + std::string(106, 'x'), {}), absl::OkStatus());
+}
+
+TEST(GrpcChannel, TlsNeedsAllThreeFiles) {
+  ConnectionSecurity security;
+  security.tls.certificate = "/dev/null";
+  EXPECT_EQ(CheckAddress("127.0.0.1:1", security).code(), absl::StatusCode::kInvalidArgument);
+  security.tls.key = "/dev/null";
+  security.tls.ca = "/nowhere/ca.pem";
+  EXPECT_EQ(CheckAddress("127.0.0.1:1", security).code(), absl::StatusCode::kFailedPrecondition);
+}
+
+TEST(Log, LineIsOneLineOfPairs) {
+  const absl::Time time = absl::FromUnixMillis(1'700'000'000'123);
+  EXPECT_EQ(FormatLogLine(LogLevel::kInfo, time, "worker", "lease started",
+                          {{"job", "v4"}, {"rank", 3}, {"bytes", int64_t{1} << 40}}),
+            "level=info ts=2023-11-14T22:13:20.123Z component=worker msg=\"lease started\" job=v4 "
+            "rank=3 bytes=1099511627776\n");
+}
+
+TEST(Log, LevelsHaveNames) {
+  EXPECT_EQ(ParseLogLevel("warning").value_or(LogLevel::kError), LogLevel::kWarning);
+  EXPECT_EQ(ParseLogLevel("WARN").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(LeastLogLevel(), LogLevel::kInfo);
+}
+
+TEST(Log, ValuesCannotBreakOutOfTheirLine) {
+  const std::string line = FormatLogLine(
+      LogLevel::kError, absl::UnixEpoch(), "c", "m",
+      {{"a", "x\ny"}, {"b", "say \"hi\" \\"}, {"c", ""}, {"d", "k=v"}, {"e", "\x01"}});
+  EXPECT_EQ(line,
+            "level=error ts=1970-01-01T00:00:00.000Z component=c msg=m a=\"x\\ny\" "
+            "b=\"say \\\"hi\\\" \\\\\" c=\"\" d=k=v e=\"\\x01\"\n");
+}
+
+}  // namespace
+}  // namespace shardprep

@@ -7,7 +7,8 @@
 // output.
 //
 // Source of the maps: ROCm/aiter aiter/ops/shuffle.py at e404860. Each equals AITER's
-// view/permute sequence byte for byte (tests/kernels/layout_test.cc, tests/golden).
+// view/permute sequence byte for byte (tests/kernels/layout_test.cc, tests/golden); known points
+// are asserted at compile time in layout.cc.
 #pragma once
 
 #include <cstdint>
@@ -173,51 +174,5 @@ SP_HOST_DEVICE constexpr int64_t LogicalRowOf(LayoutId layout, RowOrder order, i
   }
   return order == RowOrder::kGateUpRows ? row % 2 * half + row / 2 : row;
 }
-
-static_assert(AiterE8m0Index(256, 16, {0, 0, 0}) == 0);
-static_assert(AiterE8m0Index(256, 16, {0, 16, 0}) == 1);
-static_assert(AiterE8m0Index(256, 16, {0, 0, 4}) == 2);
-static_assert(AiterE8m0Index(256, 16, {0, 1, 0}) == 4);
-static_assert(AiterE8m0Index(256, 16, {0, 0, 1}) == 64);
-static_assert(AiterE8m0Index(256, 16, {0, 0, 8}) == 256);
-static_assert(AiterE8m0Index(256, 16, {0, 32, 0}) == 512);
-static_assert(AiterE8m0Index(32, 16, {1, 0, 0}) == AiterE8m0ExpertIndex(32, 16, {1, 0, 0}));
-static_assert(AiterE8m0GateUpIndex(64, 16, {0, 32, 0}) == 1);
-static_assert(AiterE8m0GateUpIndex(64, 16, {0, 16, 0}) == 512);
-static_assert(Aiter16x16Index(32, 64, {0, 1, 0}) == 16);
-static_assert(Aiter16x16Index(32, 64, {0, 0, 16}) == 256);
-static_assert(Aiter16x16Index(32, 64, {0, 0, 32}) == 512);
-static_assert(Aiter16x16Index(32, 64, {0, 16, 0}) == 1024);
-static_assert(Aiter16x16Index(32, 64, {1, 0, 0}) == 2048);
-static_assert(Aiter16x16GateUpIndex(64, 64, {0, 32, 0}) == 1024);
-static_assert(Aiter16x16GateUpIndex(64, 64, {0, 16, 0}) == 2048);
-static_assert(AiterN32K4Index(64, 8, {0, 1, 0}) == 4);
-static_assert(AiterN32K4Index(64, 8, {0, 0, 4}) == 128);
-static_assert(AiterN32K4Index(64, 8, {0, 32, 0}) == 256);
-
-namespace layout_index_internal {
-// The tile view and the index function say the same for every byte of a small expert.
-constexpr bool TilesAgree(LayoutId layout, int64_t rows, int64_t cols) {
-  const TileKind tile = TileOf(layout);
-  const int64_t tile_rows = TileRows(tile);
-  const int64_t tile_bytes = tile_rows * TileCols(tile);
-  for (int64_t offset = 0; offset < rows * cols; ++offset) {
-    const int64_t in_block = offset % (tile_rows * cols);
-    const TileAt at = TileSource(tile, static_cast<uint32_t>(in_block % tile_bytes));
-    const int64_t out_row = offset / (tile_rows * cols) * tile_rows + at.row;
-    const int64_t col = in_block / tile_bytes * TileCols(tile) + at.col;
-    const int64_t row = LogicalRowOf(layout, RowOrder::kAsIs, rows, out_row);
-    if (LayoutIndex(layout, rows, cols, {0, row, col}) != offset) return false;
-  }
-  return true;
-}
-static_assert(TilesAgree(LayoutId::kRowMajor, 3, 5));
-static_assert(TilesAgree(LayoutId::kAiter16x16, 32, 64));
-static_assert(TilesAgree(LayoutId::kAiter16x16GateUp, 64, 64));
-static_assert(TilesAgree(LayoutId::kAiterE8m0, 64, 16));
-static_assert(TilesAgree(LayoutId::kAiterE8m0Expert, 64, 16));
-static_assert(TilesAgree(LayoutId::kAiterE8m0GateUp, 64, 16));
-static_assert(TilesAgree(LayoutId::kAiterN32K4, 64, 8));
-}  // namespace layout_index_internal
 
 }  // namespace shardprep

@@ -17,7 +17,8 @@
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/support/temp_directory.h"
+#include "kernels/status_macros.h"
+#include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
 #include "workers/digest.h"
 #include "workers/open_store.h"
@@ -104,7 +105,7 @@ std::unique_ptr<ObjectStore> Store(const std::string& directory) {
   return *std::move(store);
 }
 
-absl::StatusOr<Checkpoint> ReadDirectory(const TempDirectory& directory,
+absl::StatusOr<Checkpoint> ReadDirectory(const TempDir& directory,
                                          const CheckpointOptions& options = {}) {
   return ReadCheckpoint(*Store(directory.path()), options);
 }
@@ -165,7 +166,7 @@ void ExpectError(const absl::Status& status, absl::StatusCode code,
 }
 
 TEST(ReadCheckpoint, FindsEveryTensorAndItsBytes) {
-  TempDirectory directory;
+  TempDir directory;
   const CheckpointSpec spec;
   ASSERT_TRUE(WriteTestCheckpoint(directory.path(), spec).ok());
   const auto store = Store(directory.path());
@@ -200,7 +201,7 @@ TEST(ReadCheckpoint, FindsEveryTensorAndItsBytes) {
 }
 
 TEST(ReadCheckpoint, DescribesFilesByTheirHeaders) {
-  TempDirectory directory;
+  TempDir directory;
   const CheckpointSpec spec;
   ASSERT_TRUE(WriteTestCheckpoint(directory.path(), spec).ok());
   const auto store = Store(directory.path());
@@ -224,7 +225,7 @@ TEST(ReadCheckpoint, DescribesFilesByTheirHeaders) {
 }
 
 TEST(ReadCheckpoint, OpensWhatTheIndexNamesAndNothingElse) {
-  TempDirectory directory;
+  TempDir directory;
   const CheckpointSpec spec;
   ASSERT_TRUE(WriteTestCheckpoint(directory.path(), spec).ok());
   // Another complete split, a whole copy in sub-folders, and a stray file.
@@ -244,7 +245,7 @@ TEST(ReadCheckpoint, OpensWhatTheIndexNamesAndNothingElse) {
 }
 
 TEST(ReadCheckpoint, WithoutAnIndexTakesTheRootOnly) {
-  TempDirectory directory;
+  TempDir directory;
   CheckpointSpec spec;
   spec.with_index = false;
   ASSERT_TRUE(WriteTestCheckpoint(directory.path(), spec).ok());
@@ -259,7 +260,7 @@ TEST(ReadCheckpoint, WithoutAnIndexTakesTheRootOnly) {
 }
 
 TEST(ReadCheckpoint, FindTensorKnowsItsEdges) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "model.safetensors", FileOf({"b", "d", "d.x"}));
   const auto checkpoint = ReadDirectory(directory);
@@ -273,7 +274,7 @@ TEST(ReadCheckpoint, FindTensorKnowsItsEdges) {
 }
 
 TEST(ReadCheckpoint, ReadsHeadersLongerThanTheFirstRead) {
-  TempDirectory directory;
+  TempDir directory;
   std::vector<std::string> names;
   names.reserve(16'001);
   for (int i = 0; i < 16'000; ++i) {
@@ -292,7 +293,7 @@ TEST(ReadCheckpoint, ReadsHeadersLongerThanTheFirstRead) {
 }
 
 TEST(ReadCheckpoint, ReadsNoDataOfLargeFiles) {
-  TempDirectory directory;
+  TempDir directory;
   const int64_t large = (int64_t{5} << 30) + 3;
   const auto header = SerializeHeader(
       {{.name = "a", .dtype = Dtype::kU8, .shape = {large}, .begin = 0, .size_bytes = large},
@@ -317,7 +318,7 @@ TEST(ReadCheckpoint, ReadsNoDataOfLargeFiles) {
 }
 
 TEST(ReadCheckpoint, IndexDecidesBetweenTwoFilesWithOneName) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "base.safetensors", FileOf({"kept", "shared"}));
   WriteText(directory / "sub/overlay.safetensors", FileOf({"new", "shared", "spare"}));
@@ -337,7 +338,7 @@ TEST(ReadCheckpoint, IndexDecidesBetweenTwoFilesWithOneName) {
 }
 
 TEST(ReadCheckpoint, WithoutAnIndexOneNameInTwoFilesIsRefused) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "model-39.safetensors", FileOf({"kept", "shared"}));
   WriteText(directory / "model-40.safetensors", FileOf({"shared"}));
@@ -346,7 +347,7 @@ TEST(ReadCheckpoint, WithoutAnIndexOneNameInTwoFilesIsRefused) {
 }
 
 TEST(ReadCheckpoint, KeepsStaleIndexEntries) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "a.safetensors", FileOf({"a1"}));
   WriteText(directory / "b.safetensors", FileOf({"b1", "moved"}));
@@ -366,7 +367,7 @@ TEST(ReadCheckpoint, KeepsStaleIndexEntries) {
 }
 
 TEST(ReadCheckpoint, RefusesAFileWithNoneOfItsTensors) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "a.safetensors", FileOf({"a1"}));
   WriteText(directory / "b.safetensors", FileOf({}));
@@ -376,7 +377,7 @@ TEST(ReadCheckpoint, RefusesAFileWithNoneOfItsTensors) {
 }
 
 TEST(ReadCheckpoint, ListsTheFilesThatAreMissing) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "m2.safetensors", FileOf({"b"}));
   WriteText(directory / kIndexName,
@@ -389,7 +390,7 @@ TEST(ReadCheckpoint, ListsTheFilesThatAreMissing) {
 }
 
 TEST(ReadCheckpoint, SaysThatIndexAndFolderDisagree) {
-  TempDirectory directory;
+  TempDir directory;
   CheckpointSpec spec;
   ASSERT_TRUE(WriteTestCheckpoint(directory.path(), spec).ok());
   WriteText(directory / kIndexName,
@@ -400,7 +401,7 @@ TEST(ReadCheckpoint, SaysThatIndexAndFolderDisagree) {
 }
 
 TEST(ReadCheckpoint, LongListsOfMissingFilesAreCut) {
-  TempDirectory directory;
+  TempDir directory;
   std::map<std::string, std::string> files;
   for (int i = 100; i < 200; ++i) files[absl::StrCat("t", i)] = absl::StrCat(i, ".safetensors");
   WriteText(directory / kIndexName, IndexOf(files));
@@ -422,7 +423,7 @@ TEST(ReadCheckpoint, CompletesNumberedSetsWithoutAnIndex) {
   };
   for (const auto& c : kCases) {
     SCOPED_TRACE(c.files[0]);
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "config.json", kConfig);
     for (const std::string& file : c.files) WriteText(directory / file, FileOf({file}));
     const absl::Status status = ReadDirectory(directory).status();
@@ -453,7 +454,7 @@ TEST(ReadCheckpoint, RefusesIndexNamesThatLeaveTheSource) {
                                 std::string(2000, 'n') + ".safetensors"};
   for (const std::string& name : kNames) {
     SCOPED_TRACE(name.substr(0, 40));
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "config.json", kConfig);
     WriteText(directory / "ok.safetensors", FileOf({"a"}));
     WriteText(directory / kIndexName, IndexOf({{"a", "ok.safetensors"}, {"b", name}}));
@@ -465,23 +466,23 @@ TEST(ReadCheckpoint, RefusesIndexNamesThatLeaveTheSource) {
 }
 
 TEST(ReadCheckpoint, RefusesFoldersWithoutACheckpoint) {
-  TempDirectory empty;
+  TempDir empty;
   ExpectError(ReadDirectory(empty).status(), absl::StatusCode::kFailedPrecondition,
               {empty.path(), "no checkpoint"});
-  TempDirectory only_pickles;
+  TempDir only_pickles;
   WriteText(only_pickles / "config.json", kConfig);
   WriteText(only_pickles / "pytorch_model.bin", "x");
   ExpectError(ReadDirectory(only_pickles).status(), absl::StatusCode::kFailedPrecondition,
               {"no checkpoint"});
-  TempDirectory no_config;
+  TempDir no_config;
   WriteText(no_config / "model.safetensors", FileOf({"a"}));
   ExpectError(ReadDirectory(no_config).status(), absl::StatusCode::kFailedPrecondition,
               {"config.json is missing"});
-  TempDirectory empty_index;
+  TempDir empty_index;
   WriteText(empty_index / kIndexName, R"({"weight_map":{}})");
   ExpectError(ReadDirectory(empty_index).status(), absl::StatusCode::kInvalidArgument,
               {"weight_map names no file"});
-  TempDirectory other_index;
+  TempDir other_index;
   WriteText(other_index / "model.safetensors", FileOf({"a"}));
   WriteText(other_index / "consolidated.safetensors.index.json", "{}");
   ExpectError(ReadDirectory(other_index).status(), absl::StatusCode::kFailedPrecondition,
@@ -504,7 +505,7 @@ TEST(ReadCheckpoint, NamesTheFileInEveryError) {
   };
   for (const auto& c : kCases) {
     SCOPED_TRACE(c.error);
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "config.json", kConfig);
     WriteText(directory / "model-7.safetensors", c.content);
     ExpectError(ReadDirectory(directory).status(), c.code, {"model-7.safetensors: ", c.error});
@@ -512,7 +513,7 @@ TEST(ReadCheckpoint, NamesTheFileInEveryError) {
 }
 
 TEST(ReadCheckpoint, FollowsTheLinksOfAHubCache) {
-  TempDirectory cache;
+  TempDir cache;
   WriteText(cache / "m/blobs/aaaa", FileOf({"a"}));
   WriteText(cache / "m/blobs/bbbb", kConfig);
   const std::string snapshot = cache / "m/snapshots/abc";
@@ -530,7 +531,7 @@ TEST(ReadCheckpoint, NamesDanglingLinks) {
   for (const char* name :
        {"model.safetensors", "model-00001-of-00002.safetensors", "config.json", kIndexName}) {
     SCOPED_TRACE(name);
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "config.json", kConfig);
     if (std::string(name) != "model.safetensors") {
       WriteText(directory / "model-00002-of-00002.safetensors", FileOf({"b"}));
@@ -546,14 +547,14 @@ TEST(ReadCheckpoint, NamesDanglingLinks) {
 }
 
 TEST(ReadCheckpoint, RefusesItsOwnOutputAsASource) {
-  TempDirectory by_metadata;
+  TempDir by_metadata;
   WriteText(by_metadata / "config.json", kConfig);
   WriteText(by_metadata / "model-rank-0-part-0.safetensors",
             FileOf({"a"}, {{kFingerprintMetadataKey, "00"}}));
   ExpectError(ReadDirectory(by_metadata).status(), absl::StatusCode::kFailedPrecondition,
               {"model-rank-0-part-0.safetensors", "cannot be a source"});
   for (const char* key : {"layoutFingerprint", "layout_fingerprint"}) {
-    TempDirectory by_manifest;
+    TempDir by_manifest;
     WriteText(by_manifest / "config.json", kConfig);
     WriteText(by_manifest / "model.safetensors", FileOf({"a"}));
     WriteText(by_manifest / "manifest.json",
@@ -566,7 +567,7 @@ TEST(ReadCheckpoint, RefusesItsOwnOutputAsASource) {
 TEST(ReadCheckpoint, ForeignManifestsDoNoHarm) {
   for (const char* text : {"{}", "not JSON", "[]", R"({"stage":"prepared"})",
                            R"({"stage":1,"layoutFingerprint":"x"})"}) {
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "config.json", kConfig);
     WriteText(directory / "model.safetensors", FileOf({"a"}));
     WriteText(directory / "manifest.json", text);
@@ -577,7 +578,7 @@ TEST(ReadCheckpoint, ForeignManifestsDoNoHarm) {
 }
 
 TEST(ReadCheckpoint, ListsSmallFilesOfTheRoot) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "model-a.safetensors", FileOf({"a"}));
   const char* const kCopied[] = {"added_tokens.json",    "chat_template.jinja", "config.json",
                                  "encoding.tiktoken",    "merges.txt",          "modeling.py",
@@ -604,7 +605,7 @@ TEST(ReadCheckpoint, ListsSmallFilesOfTheRoot) {
 }
 
 TEST(ReadCheckpoint, BoundsWhatItReads) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "config.json", kConfig);
   WriteText(directory / "a.safetensors", FileOf({"a"}));
   WriteText(directory / "b.safetensors", FileOf({"b"}));
@@ -625,7 +626,7 @@ TEST(ReadCheckpoint, BoundsWhatItReads) {
 }
 
 TEST(CheckpointConfig, LooksAtTheTopThenInTextConfig) {
-  TempDirectory directory;
+  TempDir directory;
   WriteText(directory / "model.safetensors", FileOf({"a"}));
   WriteText(directory / "config.json",
             R"({"hidden_size":7168,"model_type":"top","empty":null,"float":1.0,"neg":-3,
@@ -659,7 +660,7 @@ TEST(CheckpointConfig, RefusesWhatIsNoObject) {
   for (const std::string& text :
        {std::string(""), std::string("[]"), std::string("{"), std::string("{}\0", 3),
         std::string("1"), std::string("{\"a\":\"\xFF\"}"), std::string(100'000, '[')}) {
-    TempDirectory directory;
+    TempDir directory;
     WriteText(directory / "model.safetensors", FileOf({"a"}));
     WriteText(directory / "config.json", text);
     ExpectError(ReadDirectory(directory).status(), absl::StatusCode::kInvalidArgument,
@@ -709,8 +710,8 @@ TEST(TestCheckpoint, BytesTellPlacesApart) {
 }
 
 TEST(TestCheckpoint, SparseFilesHaveTheSameHeaders) {
-  TempDirectory dense;
-  TempDirectory sparse;
+  TempDir dense;
+  TempDir sparse;
   CheckpointSpec spec;
   ASSERT_TRUE(WriteTestCheckpoint(dense.path(), spec).ok());
   spec.sparse = true;

@@ -20,7 +20,8 @@
 #include "absl/strings/strip.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "tests/support/temp_directory.h"
+#include "kernels/status_macros.h"
+#include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
 #include "workers/open_store.h"
 
@@ -34,7 +35,7 @@ using Edit = std::function<bool(TestTensor&)>;
 // A checkpoint of headers only, recognised.
 struct Recognized {
   explicit Recognized(CheckpointSpec spec) {
-    TempDirectory directory;
+    TempDir directory;
     spec.sparse = true;
     const absl::Status written = WriteTestCheckpoint(directory.path(), spec);
     SP_CHECK(written.ok());
@@ -523,7 +524,7 @@ TEST(RecognizeFamily, SurplusExpertsOfOneLayerAreRefused) {
 }
 
 TEST(RecognizeFamily, StaleIndexEntryOfAnExpertNamesTheFile) {
-  TempDirectory directory;
+  TempDir directory;
   CheckpointSpec spec = SmallSpec();
   spec.sparse = true;
   const std::string stale = "layers.0.ffn.experts.2.w3.scale";

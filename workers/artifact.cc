@@ -33,6 +33,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <utility>
@@ -67,7 +68,7 @@ std::string MessageOf(const absl::Status& status) { return std::string(status.me
 // -- Documents --
 
 std::string CommitKey(const std::string& fingerprint) {
-  return absl::StrCat(JournalPrefix(fingerprint), "commit.json");
+  return ObjectKey(CommitIntent{.fingerprint = fingerprint});
 }
 
 std::string JournalKey(const std::string& fingerprint, int32_t rank, int32_t part) {
@@ -269,7 +270,8 @@ class Destination {
       part = static_cast<int32_t>(replicated->part);
       entry.part_key = ObjectKey(ReplicatedPart{.part = replicated->part});
     } else {
-      return ReadCommit(key);
+      const auto* commit = std::get_if<CommitIntent>(&name);
+      return commit == nullptr ? absl::OkStatus() : ReadCommit(key, commit->fingerprint);
     }
     const auto text = store_.Get(key, kMaxDocumentBytes);
     if (absl::IsNotFound(text.status())) return absl::OkStatus();
@@ -284,10 +286,7 @@ class Destination {
     return absl::OkStatus();
   }
 
-  absl::Status ReadCommit(const std::string& key) {
-    const std::string rest = key.substr(std::string(kWorkPrefix).size());
-    const std::string fingerprint = rest.substr(0, rest.find('/'));
-    if (!IsFingerprint(fingerprint) || key != CommitKey(fingerprint)) return absl::OkStatus();
+  absl::Status ReadCommit(const std::string& key, const std::string& fingerprint) {
     const auto text = store_.Get(key, kMaxDocumentBytes);
     if (absl::IsNotFound(text.status())) return absl::OkStatus();
     SP_RETURN_IF_ERROR(text.status());
@@ -329,8 +328,8 @@ class Destination {
 // Ranks that have a rank manifest: all of them, also those without parts, and the replicated
 // stream when it has any.
 std::vector<int32_t> ManifestRanks(const JobPlan& plan) {
-  std::vector<int32_t> ranks;
-  for (int32_t rank = 0; rank < plan.slices.rank_count(); ++rank) ranks.push_back(rank);
+  std::vector<int32_t> ranks(plan.slices.rank_count());
+  std::iota(ranks.begin(), ranks.end(), 0);
   const std::vector<Region>& regions = plan.slices.regions();
   if (std::any_of(regions.begin(), regions.end(),
                   [](const Region& r) { return r.kind == Region::Kind::kReplicated; })) {
@@ -783,7 +782,7 @@ absl::Status WriteSmallFiles(const JobPlan& plan, const Documents& documents,
 
 // Step 8.
 absl::Status PublishManifest(const std::string& text, const CommitGate& gate, ObjectStore& store) {
-  const absl::Status put = store.PutIfAbsent(ManifestKey(), text, gate).status();
+  absl::Status put = store.PutIfAbsent(ManifestKey(), text, gate).status();
   if (!absl::IsAlreadyExists(put)) return put;
   SP_ASSIGN_OR_RETURN(const std::string there, store.Get(ManifestKey(), kMaxDocumentBytes));
   if (there == text) return absl::OkStatus();

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/cord.h"
+#include "absl/strings/string_view.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
 
@@ -21,6 +22,13 @@ std::optional<google::rpc::ErrorInfo> AttachedInfo(const absl::Status& status) {
   google::rpc::ErrorInfo info;
   if (!payload.has_value() || !info.ParseFromString(std::string(*payload))) return std::nullopt;
   return info;
+}
+
+void Attach(const google::rpc::ErrorInfo& info, absl::Status* status) {
+  const std::string bytes = info.SerializeAsString();
+  // Not from the string itself: compilers disagree on the name of that template, and Debian's
+  // library has it only under GCC's.
+  status->SetPayload(kErrorInfoUrl, absl::Cord(absl::string_view(bytes)));
 }
 
 google::rpc::ErrorInfo InfoOf(const absl::Status& status) {
@@ -48,7 +56,7 @@ absl::Status WithReason(absl::Status status, const std::string& reason,
   info.set_reason(reason);
   info.set_domain(kDomain);
   for (const auto& [key, value] : metadata) (*info.mutable_metadata())[key] = value;
-  status.SetPayload(kErrorInfoUrl, absl::Cord(info.SerializeAsString()));
+  Attach(info, &status);
   return status;
 }
 
@@ -80,7 +88,7 @@ absl::Status FromRpcStatus(const google::rpc::Status& status) {
   for (const google::protobuf::Any& detail : status.details()) {
     google::rpc::ErrorInfo info;
     if (detail.Is<google::rpc::ErrorInfo>() && detail.UnpackTo(&info)) {
-      result.SetPayload(kErrorInfoUrl, absl::Cord(info.SerializeAsString()));
+      Attach(info, &result);
     }
   }
   return result;

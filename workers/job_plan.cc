@@ -1,7 +1,6 @@
 #include "workers/job_plan.h"
 
 #include <algorithm>
-#include <map>
 #include <utility>
 
 #include <nlohmann/json.hpp>
@@ -419,6 +418,14 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
   return plan;
 }
 
+std::map<std::string, std::string> PartMetadata(const std::string& fingerprint, int32_t rank,
+                                                const std::string& profile) {
+  return {{"format", "pt"},  // loaders of this field ask for the framework
+          {kFingerprintMetadataKey, fingerprint},
+          {"shardprep.rank", rank == kReplicatedRank ? "replicated" : absl::StrCat(rank)},
+          {"shardprep.profile", profile}};
+}
+
 absl::StatusOr<std::string> PartHeader(const JobPlan& plan, const PartPlan& part, int32_t rank) {
   std::vector<TensorEntry> entries;
   for (const PartTensor& tensor : part.tensors) {
@@ -428,12 +435,8 @@ absl::StatusOr<std::string> PartHeader(const JobPlan& plan, const PartPlan& part
                        .begin = tensor.data_offset,
                        .size_bytes = tensor.size_bytes});
   }
-  const std::map<std::string, std::string> metadata = {
-      {"format", "pt"},  // loaders of this field ask for the framework
-      {kFingerprintMetadataKey, plan.fingerprint},
-      {"shardprep.rank", rank == kReplicatedRank ? "replicated" : absl::StrCat(rank)},
-      {"shardprep.profile", plan.target().kernel_target().profile()}};
-  return SerializeHeader(entries, metadata);
+  return SerializeHeader(
+      entries, PartMetadata(plan.fingerprint, rank, plan.target().kernel_target().profile()));
 }
 
 std::string PartKeyOf(const PartPlan& part, int32_t rank) {

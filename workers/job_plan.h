@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -50,8 +51,12 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
 // same job exactly when these are equal. Errors: INVALID_ARGUMENT naming the field.
 absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec);
 
-// Bytes of a data file's header: safetensors header of the part with fingerprint, rank and profile
-// in its __metadata__. The part's file size is this string's size plus PartPlan::data_bytes.
+// What a data file says of itself in its `__metadata__`. `rank` may be kReplicatedRank.
+std::map<std::string, std::string> PartMetadata(const std::string& fingerprint, int32_t rank,
+                                                const std::string& profile);
+
+// Bytes of a data file's header: safetensors header of the part with its PartMetadata. The part's
+// file size is this string's size plus PartPlan::data_bytes.
 absl::StatusOr<std::string> PartHeader(const JobPlan& plan, const PartPlan& part, int32_t rank);
 
 // Key of a part's file.

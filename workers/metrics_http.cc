@@ -34,23 +34,26 @@ absl::Status CheckListenAddress(const std::string& address, std::string* host) {
   return absl::OkStatus();
 }
 
-// Opens and closes a connection to a port of this machine.
+// Opens and closes a connection to a port of this machine. Whether it comes about does not matter.
 void Poke(int port, bool ipv6) {
-  const int fd = ::socket(ipv6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return;
+  sockaddr_storage to = {};
+  socklen_t size = 0;
   if (ipv6) {
-    sockaddr_in6 to = {};
-    to.sin6_family = AF_INET6;
-    to.sin6_port = htons(static_cast<uint16_t>(port));
-    to.sin6_addr = in6addr_loopback;
-    (void)::connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to);
+    auto* const v6 = reinterpret_cast<sockaddr_in6*>(&to);
+    v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(static_cast<uint16_t>(port));
+    v6->sin6_addr = in6addr_loopback;
+    size = sizeof *v6;
   } else {
-    sockaddr_in to = {};
-    to.sin_family = AF_INET;
-    to.sin_port = htons(static_cast<uint16_t>(port));
-    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    (void)::connect(fd, reinterpret_cast<const sockaddr*>(&to), sizeof to);
+    auto* const v4 = reinterpret_cast<sockaddr_in*>(&to);
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(static_cast<uint16_t>(port));
+    v4->sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    size = sizeof *v4;
   }
+  const int fd = ::socket(to.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return;
+  [[maybe_unused]] const int ignored = ::connect(fd, reinterpret_cast<sockaddr*>(&to), size);
   ::close(fd);
 }
 

@@ -86,6 +86,7 @@ ObjectName ParseWorkName(absl::string_view name) {
   const absl::string_view leaf = name.substr(slash + 1);
   if (folder == "tmp" && IsId(leaf)) return TemporaryFile{std::string(leaf)};
   if (!IsFingerprint(folder)) return std::monostate();
+  if (leaf == "commit.json") return CommitIntent{folder};
   if (const auto part = NumberBetween(leaf, "replicated-", ".json")) {
     return ReplicatedJournal{folder, *part};
   }
@@ -119,6 +120,9 @@ struct KeyMaker {
   }
   std::string operator()(const ReplicatedJournal& n) const {
     return absl::StrCat(JournalPrefix(n.fingerprint), "replicated-", Number(n.part), ".json");
+  }
+  std::string operator()(const CommitIntent& n) const {
+    return absl::StrCat(JournalPrefix(n.fingerprint), "commit.json");
   }
   std::string operator()(const TemporaryFile& n) const {
     SP_CHECK(IsId(n.id));

@@ -12,6 +12,7 @@
 //
 //   {fingerprint}/{r}-{p}.json             RankJournal         record of a finished part
 //   {fingerprint}/replicated-{p}.json      ReplicatedJournal
+//   {fingerprint}/commit.json              CommitIntent        what a commit is about to create
 //   tmp/{id}                               TemporaryFile       bytes that have no name yet
 //   probe-{id}                             Probe               written to see whether that works
 //
@@ -69,6 +70,10 @@ struct ReplicatedJournal {
   int64_t part = 0;
   bool operator==(const ReplicatedJournal&) const = default;
 };
+struct CommitIntent {
+  std::string fingerprint;
+  bool operator==(const CommitIntent&) const = default;
+};
 struct TemporaryFile {
   std::string id;
   bool operator==(const TemporaryFile&) const = default;
@@ -79,9 +84,9 @@ struct Probe {
 };
 
 // std::monostate is any name that is not one of ours.
-using ObjectName =
-    std::variant<std::monostate, RankPart, ReplicatedPart, RankManifest, ReplicatedManifest,
-                 ExpertMap, ManifestName, RankJournal, ReplicatedJournal, TemporaryFile, Probe>;
+using ObjectName = std::variant<std::monostate, RankPart, ReplicatedPart, RankManifest,
+                                ReplicatedManifest, ExpertMap, ManifestName, RankJournal,
+                                ReplicatedJournal, CommitIntent, TemporaryFile, Probe>;
 
 // The key of a name: ObjectKey(RankPart{.rank = 3, .part = 0}). A number, fingerprint or id outside
 // the bounds above, or std::monostate, is a broken invariant.

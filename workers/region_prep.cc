@@ -106,7 +106,7 @@ class SharedBlocks {
     Slot& slot = slots_[number % slots_.size()];
     {
       absl::MutexLock lock(&mu_);
-      const auto ready = [&] {
+      const auto ready = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
         return !failure_.ok() || (slot.number == number && slot.filled) ||
                (slot.number < number && slot.users == 0);
       };

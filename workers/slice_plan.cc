@@ -1,7 +1,7 @@
 #include "workers/slice_plan.h"
 
 #include <algorithm>
-#include <map>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -278,8 +278,10 @@ void SlicePlan::PlanReplicatedRegions() {
     }
     std::vector<int32_t> run;
     for (size_t t = begin; t < end; ++t) run.push_back(carried[t].second);
-    std::stable_sort(run.begin(), run.end(), [&](int32_t a, int32_t b) {
-      return tensors.at(a).size_bytes > tensors.at(b).size_bytes;
+    std::sort(run.begin(), run.end(), [&](int32_t x, int32_t y) {
+      const TensorInfo tx = tensors.at(x), ty = tensors.at(y);
+      return std::make_tuple(-tx.size_bytes, tx.file, tx.offset, x) <
+             std::make_tuple(-ty.size_bytes, ty.file, ty.offset, y);
     });
     Region region;
     region.kind = Region::Kind::kReplicated;

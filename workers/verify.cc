@@ -487,7 +487,7 @@ class SliceRows {
       end_ = std::min(row + rows, slice_.rows);
       buffer_.resize((end_ - begin_ - 1) * slice_.source_row_bytes + slice_.col_bytes);
       const int64_t at = (slice_.row_begin + begin_) * slice_.source_row_bytes + slice_.col_begin;
-      const absl::Status status = source.Read(slice_.tensor, at, absl::MakeSpan(buffer_));
+      absl::Status status = source.Read(slice_.tensor, at, absl::MakeSpan(buffer_));
       if (!status.ok()) {
         end_ = begin_;
         return status;
@@ -693,11 +693,9 @@ class FileChecker {
         ParseHeader(absl::string_view(reinterpret_cast<const char*>(json.data()), json.size()),
                     record.size_bytes(), record.key());
     if (!header.ok()) return fail(std::string(header.status().message()));
-    const std::pair<const char*, std::string> metadata[] = {
-        {kFingerprintMetadataKey, run_.documents.manifest().layout_fingerprint()},
-        {"shardprep.rank",
-         file_->rank == kReplicatedRank ? "replicated" : absl::StrCat(file_->rank)},
-        {"shardprep.profile", run_.documents.manifest().kernel_target().profile()}};
+    const v1::Manifest& manifest = run_.documents.manifest();
+    const std::map<std::string, std::string> metadata = PartMetadata(
+        manifest.layout_fingerprint(), file_->rank, manifest.kernel_target().profile());
     for (const auto& [key, want] : metadata) {
       const auto it = header->metadata.find(key);
       const std::string found = it == header->metadata.end() ? "absent" : it->second;

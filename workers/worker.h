@@ -80,8 +80,10 @@ class Worker {
   void Start(const v1::Lease& lease, absl::Duration sent);
   void WorkOn(HeldLease& held);
   absl::Status Prepare(HeldLease& held);
-  absl::StatusOr<std::shared_ptr<const JobPlan>> PlanFor(const v1::Lease& lease);
-  absl::Span<uint8_t> MemoryFor(const JobPlan& plan, int32_t ranks);
+  absl::StatusOr<std::shared_ptr<const JobPlan>> PlanFor(const v1::Lease& lease)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
+  absl::Span<uint8_t> MemoryFor(const JobPlan& plan, int32_t ranks)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
   void CountMetrics(HeldLease& held);
   void WaitForNextTurn(absl::Duration at_most);
 

@@ -221,7 +221,9 @@ TEST(CommitArtifact, ContentIdIsTheDigestOfAllDigests) {
     lines[key] = data ? "sha256-16m:" + Sha256Hex(chunk) : "sha256:" + HexEncode(chunk);
   }
   std::string text;
-  for (const auto& [key, digest] : lines) text += key + std::string(1, '\0') + digest + "\n";
+  for (const auto& [key, digest] : lines) {
+    absl::StrAppend(&text, key, std::string(1, '\0'), digest, "\n");
+  }
   EXPECT_EQ(manifest.content_id(), Sha256Hex(text));
 }
 
@@ -535,6 +537,24 @@ TEST(InspectDestination, ACopiedFileThatSomebodyChangedIsNotOverwritten) {
   FlipBits(artifact.Path("config.json"), 0);
   ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
                absl::StatusCode::kFailedPrecondition, "config.json");
+}
+
+TEST(IsRecorded, NeedsRecordTokenAndTheVeryObject) {
+  TestArtifact artifact;
+  const auto recorded = [&](int32_t part, int32_t rank) {
+    return IsRecorded(artifact.plan(), part, rank, artifact.destination()).value();
+  };
+  EXPECT_FALSE(recorded(0, 1));
+  ASSERT_TRUE(artifact.Prepare().ok());
+  EXPECT_TRUE(recorded(0, 1));
+  EXPECT_TRUE(recorded(0, kReplicatedRank));
+  EXPECT_FALSE(recorded(2, 1));
+  FlipBits(artifact.Path(kPart), -1);
+  EXPECT_FALSE(recorded(0, 1));
+  EXPECT_TRUE(recorded(0, 0));
+  FlipBits(artifact.SourcePath("model-00001-of-00002.safetensors"), -1);
+  artifact.Replan();
+  EXPECT_FALSE(recorded(0, 0));
 }
 
 // -- Cancel --

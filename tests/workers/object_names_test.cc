@@ -25,6 +25,7 @@ TEST(ObjectNames, EveryNameIsMadeAndParsed) {
       {ManifestName{}, "manifest.json"},
       {RankJournal{kFingerprint, 12, 5}, "_shardprep/" + kFingerprint + "/12-5.json"},
       {ReplicatedJournal{kFingerprint, 5}, "_shardprep/" + kFingerprint + "/replicated-5.json"},
+      {CommitIntent{kFingerprint}, "_shardprep/" + kFingerprint + "/commit.json"},
       {TemporaryFile{"00ff-1"}, "_shardprep/tmp/00ff-1"},
       {Probe{"00ff-1"}, "_shardprep/probe-00ff-1"},
   };

@@ -50,7 +50,13 @@ void Interrupts::Take(int signal) {
   if (taken_ != 0) _exit(128 + signal);
   taken_ = signal;
   absl::MutexLock lock(&mu_);
-  if (!stop_) _exit(128 + signal);
+  if (!stop_) {
+    // Ends a progress bar, so that the shell's prompt does not land on it.
+    if (isatty(STDERR_FILENO) == 1) {
+      [[maybe_unused]] const ssize_t wrote = write(STDERR_FILENO, "\n", 1);
+    }
+    _exit(128 + signal);
+  }
   stop_(signal);
 }
 

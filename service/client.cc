@@ -101,8 +101,7 @@ class GrpcPrepClient : public PrepClient {
       grpc::ClientContext context;
       context.set_deadline(absl::ToChronoTime(deadline));
       Response response;
-      const absl::Status status =
-          FromGrpcStatus((stub_.get()->*method)(&context, request, &response));
+      absl::Status status = FromGrpcStatus((stub_.get()->*method)(&context, request, &response));
       if (status.ok()) return response;
       if (!absl::IsUnavailable(status) || absl::Now() + pause > last_try) return status;
       absl::SleepFor(pause);

@@ -142,7 +142,7 @@ absl::StatusOr<std::unique_ptr<PlannedJob>> Controller::TimedPlan(const v1::Prep
 }
 
 void Controller::Plan(const v1::PlanPrepJobRequest& request, IsCancelled cancelled,
-                      Done<v1::PlanSummary> done) {
+                      const Done<v1::PlanSummary>& done) {
   auto work = [this, request, cancelled = std::move(cancelled), done] {
     done(DoPlan(request, cancelled));
   };
@@ -168,7 +168,7 @@ absl::StatusOr<v1::PlanSummary> Controller::DoPlan(const v1::PlanPrepJobRequest&
 }
 
 void Controller::Create(const v1::CreatePrepJobRequest& request, IsCancelled cancelled,
-                        Done<v1::PrepJob> done) {
+                        const Done<v1::PrepJob>& done) {
   auto work = [this, request, cancelled = std::move(cancelled), done] {
     if (stopping()) return done(Stopping());
     if (absl::Status status = CheckJobId(request.prep_job_id()); !status.ok()) return done(status);
@@ -271,7 +271,7 @@ absl::StatusOr<v1::PrepJob> Controller::Store(NewJob added, const IsCancelled& c
   absl::StatusOr<JobView> view;
   {
     absl::MutexLock lock(&mu_);
-    const absl::Status status = queue_.AddJob(added);
+    absl::Status status = queue_.AddJob(added);
     // Draining may have begun meanwhile; the record says that the job is to be done.
     if (!status.ok() && !leasing_stopped_) return status;
     if (!status.ok()) return Stopping();
@@ -283,7 +283,7 @@ absl::StatusOr<v1::PrepJob> Controller::Store(NewJob added, const IsCancelled& c
   return view->job;
 }
 
-void Controller::Cancel(const std::string& job_id, Done<v1::PrepJob> done) {
+void Controller::Cancel(const std::string& job_id, const Done<v1::PrepJob>& done) {
   auto work = [this, job_id, done] {
     Calls calls;
     absl::StatusOr<v1::PrepJob> job;
@@ -470,7 +470,7 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
 // Workers -----------------------------------------------------------------------------------------
 
 uint64_t Controller::Synchronize(const v1::SynchronizeRequest& request, absl::Duration max_wait,
-                                 Done<v1::SynchronizeResponse> done) {
+                                 const Done<v1::SynchronizeResponse>& done) {
   Calls calls;
   uint64_t token = 0;
   {

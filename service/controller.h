@@ -75,10 +75,10 @@ class Controller {
   // Contracts as in prep.proto. `cancelled` is asked between steps, from other threads: work for a
   // caller that left ends early, and nothing is created for it.
   void Plan(const v1::PlanPrepJobRequest& request, IsCancelled cancelled,
-            Done<v1::PlanSummary> done);
+            const Done<v1::PlanSummary>& done);
   void Create(const v1::CreatePrepJobRequest& request, IsCancelled cancelled,
-              Done<v1::PrepJob> done);
-  void Cancel(const std::string& job_id, Done<v1::PrepJob> done);
+              const Done<v1::PrepJob>& done);
+  void Cancel(const std::string& job_id, const Done<v1::PrepJob>& done);
   absl::StatusOr<JobView> Get(const std::string& job_id);
   absl::StatusOr<v1::ListPrepJobsResponse> List(const v1::ListPrepJobsRequest& request);
   absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id);
@@ -94,7 +94,7 @@ class Controller {
   // Holds the call of an idle worker for at most min(max_wait, options.poll). Returns a token for
   // CancelPoll(), which answers a call that is still held with CANCELLED; 0 when it was not held.
   uint64_t Synchronize(const v1::SynchronizeRequest& request, absl::Duration max_wait,
-                       Done<v1::SynchronizeResponse> done);
+                       const Done<v1::SynchronizeResponse>& done);
   void CancelPoll(uint64_t token);
 
   // The worker's process has ended: `how` says so in words ("killed by signal 9").

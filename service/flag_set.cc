@@ -158,6 +158,7 @@ void FlagSet::Size(const std::string& name, const std::string& help, int64_t* by
 
 void FlagSet::Bool(const std::string& name, const std::string& help, bool* value) {
   Add({.name = name,
+       .value_name = "",
        .help = help,
        .default_text = DefaultText(*value ? "true" : ""),
        .assign = [name, value](const std::string& text) {
@@ -187,10 +188,11 @@ void FlagSet::Value(const std::string& name, const std::string& value_name, cons
   Add({.name = name,
        .value_name = value_name,
        .help = help,
+       .default_text = "",
        .required = presence == Presence::kRequired,
        .assign = [name, assign = std::move(assign)](const std::string& text) {
          const absl::Status status = assign(text);
-         if (status.ok()) return status;
+         if (status.ok()) return absl::OkStatus();
          return absl::InvalidArgumentError(
              absl::StrCat("--", name, ": ", std::string(status.message())));
        }});
@@ -198,7 +200,9 @@ void FlagSet::Value(const std::string& name, const std::string& value_name, cons
 
 void FlagSet::Argument(const std::string& name, const std::string& help, std::string* value) {
   arguments_.push_back({.name = name,
+                        .value_name = "",
                         .help = help,
+                        .default_text = "",
                         .required = true,
                         .assign = [name, value](const std::string& text) {
                           if (text.empty()) {
@@ -217,6 +221,7 @@ absl::Status FlagSet::ParseFlag(const std::vector<std::string>& arguments, size_
       std::find_if(flags_.begin(), flags_.end(), [&name](const Flag& f) { return f.name == name; });
   if (flag == flags_.end()) {
     std::vector<std::string> names;
+    names.reserve(flags_.size());
     for (const Flag& known : flags_) names.push_back(known.name);
     const std::string nearest = NearestWord(name, names);
     return absl::InvalidArgumentError(

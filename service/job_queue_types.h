@@ -91,16 +91,16 @@ struct QueueEvent {
     kWorkerLeft,
   };
   Kind kind = Kind::kJobAdded;
-  std::string job_id{};
-  std::string worker_id{};
-  std::string lease_id{};
+  std::string job_id;
+  std::string worker_id;
+  std::string lease_id;
   int32_t region = -1;
   int32_t rank_count = 0;  // of the lease; for failures those left undone
   int32_t attempt = 0;
   int32_t lost_leases = 0;                                    // kWorkerLeft
-  absl::Status status{};                                      // failures, and how a job finished
+  absl::Status status;                                        // failures, and how a job finished
   v1::PrepJob::State state = v1::PrepJob::STATE_UNSPECIFIED;  // kJobFinished
-  absl::Duration duration{};  // started: time queued; finished: time since creation
+  absl::Duration duration;  // started: time queued; finished: time since creation
 };
 
 struct JobView {

@@ -22,8 +22,6 @@
 #include "absl/time/clock.h"
 #include "workers/log.h"
 
-extern char** environ;
-
 namespace shardprep {
 namespace {
 
@@ -81,6 +79,7 @@ class SpawnedWorkers : public LocalWorkers {
   SpawnedWorkers(LocalWorkersOptions options,
                  std::function<void(const std::string&, const std::string&)> gone)
       : options_(std::move(options)), gone_(std::move(gone)) {
+    threads_.reserve(static_cast<size_t>(options_.count));
     for (int slot = 0; slot < options_.count; ++slot) {
       threads_.emplace_back([this, slot] { RunSlot(slot); });
       ::pthread_setname_np(threads_.back().native_handle(), "sp-worker");

@@ -54,8 +54,9 @@ template <typename Message>
 grpc::ServerUnaryReactor* Answer(grpc::CallbackServerContext* context,
                                  absl::StatusOr<Message> result, Message* response) {
   grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-  if (result.ok()) *response = *std::move(result);
-  reactor->Finish(ToGrpcStatus(result.status()));
+  const absl::Status status = result.status();
+  if (status.ok()) *response = *std::move(result);
+  reactor->Finish(ToGrpcStatus(status));
   return reactor;
 }
 
@@ -67,8 +68,9 @@ class LaterReactor : public grpc::ServerUnaryReactor {
 
   // Called exactly once.
   void Deliver(absl::StatusOr<Message> result) {
-    if (result.ok()) *response_ = *std::move(result);
-    Finish(ToGrpcStatus(result.status()));
+    const absl::Status status = result.status();
+    if (status.ok()) *response_ = *std::move(result);
+    Finish(ToGrpcStatus(status));
   }
   std::shared_ptr<std::atomic<bool>> cancelled() const { return cancelled_; }
 

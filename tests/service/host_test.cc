@@ -158,7 +158,7 @@ class PrivateControllerTest : public testing::Test {
     *request.mutable_spec() = spec;
     absl::StatusOr<v1::PrepJob> job = client_->Create(request);
     if (!job.ok()) return job;
-    const absl::Status watched = client_->Watch(id, [&](const v1::PrepJob& state) {
+    absl::Status watched = client_->Watch(id, [&](const v1::PrepJob& state) {
       job = state;
       return true;
     });

@@ -128,7 +128,7 @@ TEST(LocalWorkers, KillEndsOneProcessByItsId) {
 TEST(LocalWorkers, MissingProgramIsToldAtOnce) {
   LocalWorkersOptions options = Shell("");
   options.program = "/nowhere/shardprep-worker";
-  EXPECT_EQ(LocalWorkers::Start(options, [](auto, auto) {}).status().code(),
+  EXPECT_EQ(LocalWorkers::Start(options, nullptr).status().code(),
             absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(BinaryBesideOwn("no-such-binary").status().code(),
             absl::StatusCode::kFailedPrecondition);

@@ -312,8 +312,7 @@ TEST_F(ServerTest, MutualTlsLetsInOnlyClientsWithACertificate) {
   const ConnectionSecurity security = {.tls = {.certificate = certificates.path("leaf.pem"),
                                                .key = certificates.path("leaf.key"),
                                                .ca = certificates.path("ca.pem")}};
-  // By name: that is what the certificate is made out to.
-  StartServer({.listen = {"localhost:0"}, .security = security});
+  StartServer({.listen = {"127.0.0.1:0"}, .security = security});
   EXPECT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
   const auto plain = MakeChannel(server_->addresses()[0], {});
   const auto stub = v1::PrepService::NewStub(*plain);

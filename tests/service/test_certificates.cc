@@ -38,7 +38,7 @@ Certificate MakeCertificate(const char* name, EVP_PKEY* key, X509* issuer, EVP_P
   X509_set_version(x, 2);
   ASN1_INTEGER_set(X509_get_serialNumber(x), issuer == nullptr ? 1 : 2);
   X509_gmtime_adj(X509_getm_notBefore(x), -3600);
-  X509_gmtime_adj(X509_getm_notAfter(x), 24 * 3600);
+  X509_gmtime_adj(X509_getm_notAfter(x), 86400);
   X509_set_pubkey(x, key);
   X509_NAME_add_entry_by_txt(X509_get_subject_name(x), "CN", MBSTRING_ASC,
                              reinterpret_cast<const unsigned char*>(name), -1, -1, 0);

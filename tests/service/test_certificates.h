@@ -1,4 +1,4 @@
-// A certificate authority and one certificate for localhost, made afresh in a temporary directory
+// A certificate authority and one certificate for localhost and 127.0.0.1, made afresh in a temporary directory
 // that goes with the object: ca.pem, leaf.pem, leaf.key.
 #pragma once
 

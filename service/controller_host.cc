@@ -175,8 +175,7 @@ class Host : public ControllerHost {
                          absl::StrCat("--threads=", options_.worker_threads),
                          absl::StrCat("--device=", options_.device),
                          "--exit_with_stdin",
-                         absl::StrCat("--log_level=", LogLevelName(LeastLogLevel())),
-                         "--undefok=log_level"};
+                         absl::StrCat("--log_level=", LogLevelName(LeastLogLevel()))};
     if (!options_.allow_source_root.empty()) {
       workers.arguments.push_back(
           absl::StrCat("--allow_source_root=", absl::StrJoin(options_.allow_source_root, ",")));

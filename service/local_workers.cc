@@ -113,6 +113,7 @@ class SpawnedWorkers : public LocalWorkers {
   std::vector<std::string> Running() override {
     absl::MutexLock lock(&mu_);
     std::vector<std::string> ids;
+    ids.reserve(running_.size());
     for (const auto& [id, process] : running_) ids.push_back(id);
     return ids;
   }

@@ -29,8 +29,9 @@ class SynchronizeReactor : public grpc::ServerUnaryReactor {
     const std::shared_ptr<std::atomic<uint64_t>> token = token_;
     token->store(controller_->Synchronize(request, max_wait,
                                           [this](absl::StatusOr<v1::SynchronizeResponse> result) {
-                                            if (result.ok()) *response_ = *std::move(result);
-                                            Finish(ToGrpcStatus(result.status()));
+                                            const absl::Status status = result.status();
+                                            if (status.ok()) *response_ = *std::move(result);
+                                            Finish(ToGrpcStatus(status));
                                           }));
   }
 

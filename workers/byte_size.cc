@@ -18,7 +18,7 @@ constexpr Unit kUnits[] = {{"B", 0}, {"KiB", 10}, {"MiB", 20}, {"GiB", 30}, {"Ti
 }  // namespace
 
 absl::StatusOr<int64_t> ParseByteSize(const std::string& text) {
-  const absl::Status malformed = absl::InvalidArgumentError(absl::StrCat(
+  absl::Status malformed = absl::InvalidArgumentError(absl::StrCat(
       "'", text,
       "' is not a size; want a whole number of bytes, or one with KiB, MiB, GiB or TiB"));
   size_t digits = 0;

@@ -428,6 +428,7 @@ std::map<std::string, std::string> PartMetadata(const std::string& fingerprint, 
 
 absl::StatusOr<std::string> PartHeader(const JobPlan& plan, const PartPlan& part, int32_t rank) {
   std::vector<TensorEntry> entries;
+  entries.reserve(part.tensors.size());
   for (const PartTensor& tensor : part.tensors) {
     entries.push_back({.name = tensor.name,
                        .dtype = tensor.dtype,

@@ -117,7 +117,7 @@ class SharedBlocks {
       slot.filled = false;
       slot.users = readers_;
     }
-    const absl::Status status = read(absl::MakeSpan(slot.data, block_bytes_));
+    absl::Status status = read(absl::MakeSpan(slot.data, block_bytes_));
     absl::MutexLock lock(&mu_);
     if (!status.ok()) {
       failure_.Update(status);
@@ -337,8 +337,8 @@ struct RegionRun {
   SourceFiles files;
   SharedBlocks shared;
   std::atomic<bool> failed{false};
-  absl::Mutex mu{};
-  absl::Status error ABSL_GUARDED_BY(mu){};
+  absl::Mutex mu;
+  absl::Status error ABSL_GUARDED_BY(mu);
 
   // The first error counts; the others are its consequences.
   void Fail(const absl::Status& status) {

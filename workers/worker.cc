@@ -354,7 +354,7 @@ void Worker::WaitForNextTurn(absl::Duration at_most) {
 absl::Status Worker::Run() {
   absl::Duration retry = kFirstRetry;
   for (;;) {
-    const absl::Status status = RunOnce();
+    absl::Status status = RunOnce();
     if (absl::IsFailedPrecondition(status) || absl::IsInvalidArgument(status)) return status;
     absl::Duration delay;
     {

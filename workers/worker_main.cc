@@ -4,10 +4,12 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
-#include <cstdio>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include <prometheus/registry.h>
 
@@ -33,6 +35,7 @@ ABSL_FLAG(int, threads, 0, "Threads that prepare. 0: one for each processor it m
 ABSL_FLAG(std::string, device, "auto", "Where shuffles run: auto, cpu, hip or hip:N.");
 ABSL_FLAG(std::string, metrics_listen, "",
           "Address for /metrics and /livez, for example 0.0.0.0:9465. Empty: none.");
+ABSL_FLAG(std::string, log_level, "info", "Least level that is logged: info, warning or error.");
 ABSL_FLAG(bool, exit_with_stdin, false,
           "End when standard input is closed, so that the worker does not outlive its parent.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
@@ -108,6 +111,9 @@ std::string DefaultWorkerId() {
 
 int Main() {
   Ending::BlockSignals();
+  const auto log_level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
+  if (!log_level.ok()) return Fail(log_level.status());
+  SetLeastLogLevel(*log_level);
   const auto budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
   if (!budget.ok()) return Fail(budget.status());
   const auto choice = ChooseDevice(absl::GetFlag(FLAGS_device));

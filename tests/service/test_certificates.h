@@ -1,5 +1,5 @@
-// A certificate authority and one certificate for localhost and 127.0.0.1, made afresh in a temporary directory
-// that goes with the object: ca.pem, leaf.pem, leaf.key.
+// A certificate authority and one certificate for localhost and 127.0.0.1, made afresh in a
+// temporary directory that goes with the object: ca.pem, leaf.pem, leaf.key.
 #pragma once
 
 #include <string>

@@ -32,7 +32,7 @@ class SlicePlanTest : public ::testing::Test {
     moe_ = std::make_shared<const MoeCheckpoint>(std::move(*moe));
   }
 
-  absl::StatusOr<SlicePlan> Plan(SlicePlanInputs inputs) {
+  absl::StatusOr<SlicePlan> Plan(const SlicePlanInputs& inputs) {
     return SlicePlan::Make(checkpoint_, moe_, inputs);
   }
 

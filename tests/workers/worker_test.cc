@@ -38,7 +38,8 @@ class FakeController : public ControllerLink {
   // Until the worker has interrupted this often: each lease that ends does so once.
   void AwaitInterruptions(int count) {
     absl::MutexLock lock(&mu_);
-    const auto enough = [&] { return interruptions_ >= count; };
+    const auto enough = [&]()
+                            ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return interruptions_ >= count; };
     mu_.Await(absl::Condition(&enough));
   }
 

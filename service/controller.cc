@@ -225,6 +225,8 @@ absl::StatusOr<std::optional<v1::PrepJob>> Controller::Admit(const std::string& 
   if (cancelled()) return Left();
   SP_ASSIGN_OR_RETURN(const InspectedDestination found, planned->Inspect());
   if (found.complete.has_value()) {
+    // A controller may have died between publishing the manifest and removing the journal.
+    SP_RETURN_IF_ERROR(planned->RemoveJournal());
     added->job.set_state(v1::PrepJob::STATE_SUCCEEDED);
     *added->job.mutable_manifest() = *found.complete;
     return existing;
@@ -451,6 +453,8 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
   StartedJob started;
   started.fingerprint = plan->facts().fingerprint;
   started.source_token = plan->facts().source_token;
+  // Before looking: what is seen there must hold until the job writes.
+  SP_RETURN_IF_ERROR(plan->ClaimDestination());
   SP_ASSIGN_OR_RETURN(InspectedDestination found, plan->Inspect());
   started.complete = std::move(found.complete);
   started.regions = std::move(found.regions);
@@ -581,7 +585,13 @@ void Controller::Settle(Calls* calls) {
       recorder_.Submit([this] { WriteRecords(); });
     }
     for (const QueueEvent& event : changes.events) {
-      if (event.kind == QueueEvent::Kind::kJobFinished) plans_.erase(event.job_id);
+      if (event.kind == QueueEvent::Kind::kJobFinished) {
+        const auto plan = plans_.find(event.job_id);
+        if (plan != plans_.end()) {
+          plan->second->ReleaseDestination();
+          plans_.erase(plan);
+        }
+      }
       if (event.kind == QueueEvent::Kind::kWorkerLeft && silent_worker_handler_) {
         calls->push_back([handler = silent_worker_handler_, id = event.worker_id] { handler(id); });
       }

@@ -43,6 +43,12 @@ class PlannedJob {
   // not even one fits. Does no I/O.
   virtual absl::StatusOr<int32_t> RanksPerLease(int64_t memory_budget_bytes) const = 0;
 
+  // Claims the destination against every other job, of this process or another, until the claim is
+  // released; held already, it does nothing. FAILED_PRECONDITION when another job has it.
+  virtual absl::Status ClaimDestination() = 0;
+  // Does no I/O that could wait.
+  virtual void ReleaseDestination() = 0;
+
   // What lies at the destination. Writes nothing. FAILED_PRECONDITION when it is something else.
   virtual absl::StatusOr<InspectedDestination> Inspect() = 0;
 

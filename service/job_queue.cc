@@ -610,11 +610,16 @@ absl::Status JobQueue::CheckReport(const v1::SynchronizeRequest& request) const 
     return absl::InvalidArgumentError(
         absl::StrCat("memory_budget_bytes: ", request.memory_budget_bytes(), ", want > 0"));
   }
+  if (request.thread_count() < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("thread_count: ", request.thread_count(), ", want >= 0"));
+  }
   if (request.leases_size() > kMaxReports) {
     return absl::InvalidArgumentError(
         absl::StrCat("leases: ", request.leases_size(), " reports, at most ", kMaxReports));
   }
   for (const v1::LeaseReport& report : request.leases()) {
+    if (report.lease_id().empty()) return absl::InvalidArgumentError("leases.lease_id: not set");
     const std::string what = absl::StrCat("lease ", report.lease_id().substr(0, 64), ": ");
     if (report.state() <= v1::LeaseReport::STATE_UNSPECIFIED ||
         report.state() > v1::LeaseReport::STATE_RETURNED) {

@@ -78,6 +78,16 @@ class RealPlannedJob : public PlannedJob {
     return shardprep::RanksPerLease(*plan_, memory_budget_bytes);
   }
 
+  absl::Status ClaimDestination() override {
+    if (claim_ != nullptr) return absl::OkStatus();
+    auto claim = destination_->Claim();
+    if (!claim.ok()) return WithReason(claim.status(), "DESTINATION_BUSY");
+    claim_ = std::move(*claim);
+    return absl::OkStatus();
+  }
+
+  void ReleaseDestination() override { claim_.reset(); }
+
   absl::StatusOr<InspectedDestination> Inspect() override {
     SP_ASSIGN_OR_RETURN(const DestinationState state, InspectDestination(*plan_, *destination_));
     InspectedDestination found;
@@ -129,6 +139,7 @@ class RealPlannedJob : public PlannedJob {
   const std::shared_ptr<const JobPlan> plan_;
   const std::unique_ptr<ObjectStore> source_;
   const std::unique_ptr<ObjectStore> destination_;
+  std::unique_ptr<StoreClaim> claim_;
   PlanFacts facts_;
 };
 

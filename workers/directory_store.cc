@@ -37,6 +37,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -182,6 +183,15 @@ class UniqueFd {
   int fd_ = -1;
 };
 
+// Holds a lock for as long as its descriptor is open.
+class LockedDirectory final : public StoreClaim {
+ public:
+  explicit LockedDirectory(UniqueFd fd) : fd_(std::move(fd)) {}
+
+ private:
+  UniqueFd fd_;
+};
+
 struct CloseDirectory {
   void operator()(DIR* stream) const { ::closedir(stream); }
 };
@@ -301,6 +311,8 @@ class Tree {
 
   absl::Status SyncDirectory(int directory, const std::string& path) const;
 
+  absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() const;
+
   // Removes the empty directories from `directory`, which is or lies below `_shardprep`, upwards.
   void PruneWorkDirectories(std::string directory) const;
 
@@ -387,6 +399,18 @@ absl::StatusOr<OpenedFile> Tree::OpenForRead(const std::string& key) const {
   }
   file.info = InfoOf(st);
   return file;
+}
+
+// A lock on the root directory itself: there is no file to leave behind, and a directory reached
+// through a link is the same directory.
+absl::StatusOr<std::unique_ptr<StoreClaim>> Tree::Claim() const {
+  SP_ASSIGN_OR_RETURN(UniqueFd root, MakeRoot(root_));
+  if (::flock(root.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) return ErrnoStatus(errno, root_, "lock");
+    return absl::FailedPreconditionError(
+        absl::StrCat(root_, ": another job is being written there; want a place of one's own"));
+  }
+  return std::make_unique<LockedDirectory>(std::move(root));
 }
 
 // Like `mkdir -p`. The root's own path may lead through links: whoever named it wanted that.
@@ -797,6 +821,8 @@ class DirectoryStore final : public ObjectStore {
   }
 
   absl::StatusOr<std::vector<ObjectEntry>> List(const std::string& prefix) override;
+
+  absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() override { return tree_.Claim(); }
 
   absl::StatusOr<std::unique_ptr<ObjectWriter>> Create(const std::string& key,
                                                        const WriteOptions& options) override;

@@ -32,6 +32,7 @@ class MeteredStore : public ObjectStore {
     return store_->WriteBufferBytes(largest_reserve);
   }
   absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
+  absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() override { return store_->Claim(); }
   absl::Status CheckWritable() override;
   const std::string& uri() const override { return store_->uri(); }
 

@@ -99,6 +99,13 @@ class ObjectWriter {
   virtual absl::StatusOr<ObjectInfo> Commit(const CommitGate& gate) = 0;
 };
 
+// The exclusive right to write somewhere, among those who ask for it; given back by destruction or
+// by the end of the process.
+class StoreClaim {
+ public:
+  virtual ~StoreClaim() = default;
+};
+
 // Thread safe. Calls block; they hold no lock while they do I/O.
 class ObjectStore {
  public:
@@ -135,6 +142,13 @@ class ObjectStore {
 
   // Removes an object, durably. A missing one is OK.
   virtual absl::Status Delete(const std::string& key) = 0;
+
+  // Claims the whole store for a job. FAILED_PRECONDITION when another process, or another job of
+  // this one, has it, by whatever path it came here. The claim of a store that cannot lock excludes
+  // nobody; there, leases and the if-absent manifest are what keeps writers apart.
+  virtual absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() {
+    return std::make_unique<StoreClaim>();
+  }
 
   // Memory that WriteOptions::buffer must have for reservations of at most `largest_reserve`.
   virtual int64_t WriteBufferBytes(int64_t largest_reserve) const = 0;

@@ -114,6 +114,8 @@ int Main() {
   const auto log_level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
   if (!log_level.ok()) return Fail(log_level.status());
   SetLeastLogLevel(*log_level);
+  // A stopped worker cannot notice that its parent is gone; the kernel ends it all the same.
+  if (absl::GetFlag(FLAGS_exit_with_stdin)) prctl(PR_SET_PDEATHSIG, SIGKILL);
   const auto budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
   if (!budget.ok()) return Fail(budget.status());
   const auto choice = ChooseDevice(absl::GetFlag(FLAGS_device));

@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -85,18 +86,35 @@ class FakeBackend : public JobBackend {
   bool held_ ABSL_GUARDED_BY(mu_) = false;
   int waiting_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, std::string> artefacts_ ABSL_GUARDED_BY(mu_);
+  std::set<std::string> claimed_ ABSL_GUARDED_BY(mu_);
 };
 
 class FakePlannedJob : public PlannedJob {
  public:
   FakePlannedJob(FakeBackend* backend, PlanFacts facts)
       : backend_(backend), facts_(std::move(facts)) {}
+  ~FakePlannedJob() override { FakePlannedJob::ReleaseDestination(); }
 
   const PlanFacts& facts() const override { return facts_; }
 
   absl::StatusOr<int32_t> RanksPerLease(int64_t memory_budget_bytes) const override {
     if (memory_budget_bytes < 10) return absl::InvalidArgumentError("the minimum is 10 bytes");
     return static_cast<int32_t>(memory_budget_bytes / 10);
+  }
+
+  absl::Status ClaimDestination() override {
+    absl::MutexLock lock(&backend_->mu_);
+    if (claimed_ || backend_->claimed_.insert(facts_.destination).second) {
+      claimed_ = true;
+      return absl::OkStatus();
+    }
+    return absl::FailedPreconditionError("another job has the destination");
+  }
+
+  void ReleaseDestination() override {
+    absl::MutexLock lock(&backend_->mu_);
+    if (claimed_) backend_->claimed_.erase(facts_.destination);
+    claimed_ = false;
   }
 
   absl::StatusOr<InspectedDestination> Inspect() override {
@@ -151,6 +169,7 @@ class FakePlannedJob : public PlannedJob {
 
   FakeBackend* const backend_;
   const PlanFacts facts_;
+  bool claimed_ = false;  // guarded by the backend's mutex
 };
 
 inline absl::StatusOr<std::unique_ptr<PlannedJob>> FakeBackend::Plan(

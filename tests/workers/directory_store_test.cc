@@ -25,6 +25,7 @@
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/temp_dir.h"
 #include "tests/workers/object_store_conformance.h"
 #include "workers/object_names.h"
 
@@ -792,6 +793,24 @@ TEST_F(DirectoryDestination, UnrelatedFilesAreLeftAlone) {
   ASSERT_THAT(store_->CheckWritable(), IsOk());
   EXPECT_EQ(ReadFile(root_ + "/_shardprep/notes.txt"), "mine");
   EXPECT_EQ(ReadFile(root_ + "/sub/other"), "mine too");
+}
+
+TEST_F(DirectoryDestination, AClaimExcludesOthersByWhateverPathTheyCome) {
+  const TempDir place;
+  const std::string real = place / "real", link = place / "link";
+  std::filesystem::create_directory_symlink(real, link);
+  auto first = OpenDirectoryStore({real, true, {}, nullptr});
+  ASSERT_TRUE(first.ok());
+  auto claim = (*first)->Claim();
+  ASSERT_TRUE(claim.ok()) << claim.status();
+  for (const std::string& path : {real, link}) {
+    auto other = OpenDirectoryStore({path, true, {}, nullptr});
+    ASSERT_TRUE(other.ok());
+    EXPECT_EQ((*other)->Claim().status().code(), absl::StatusCode::kFailedPrecondition) << path;
+  }
+  claim->reset();
+  auto other = OpenDirectoryStore({link, true, {}, nullptr});
+  EXPECT_TRUE((*other)->Claim().ok());
 }
 
 TEST_F(DirectoryDestination, NamesThatAreNoKeysAreNotListed) {

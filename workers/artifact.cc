@@ -469,6 +469,16 @@ absl::Status CheckNames(const JobPlan& plan, const Destination& destination, boo
     }
   }
   SP_ASSIGN_OR_RETURN(const auto copied, CopiedKeys(plan));
+  std::set<std::string> taken = needed;
+  for (const auto& [name, key] : copied) taken.insert(key);
+  for (const std::string& key : taken) {
+    // A listing has objects only; a link out of the store, a pipe or a directory has the name too.
+    if (destination.Find(key) != nullptr) continue;
+    const absl::Status status = destination.store().Head(key).status();
+    if (absl::IsNotFound(status)) continue;
+    return NameClash(key, destination.store(),
+                     status.ok() ? "and is no object of its own" : MessageOf(status));
+  }
   for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
     const ObjectInfo* info = destination.Find(copied.at(file.name));
     if (info == nullptr || info->size_bytes == file.info.size_bytes) continue;
@@ -953,15 +963,16 @@ absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
   return destination.Put(key, text, gate).status();
 }
 
-absl::StatusOr<bool> IsRecorded(const JobPlan& plan, int32_t part, int32_t rank,
+absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
                                 ObjectStore& destination) {
-  const std::string key = JournalKey(plan.fingerprint, rank, part);
+  const std::string key = JournalKey(plan.fingerprint, part.rank, part.part->part);
   const auto text = destination.Get(key, kMaxDocumentBytes);
   if (absl::IsNotFound(text.status())) return false;
   SP_RETURN_IF_ERROR(text.status());
   v1::PartRecord record;
   if (!ParseStoredJson(*text, key, kFormatVersion, record).ok()) return false;
-  if (record.source_token() != plan.source_token) return false;
+  SP_ASSIGN_OR_RETURN(const v1::PartRecord planned, PlannedRecord(plan, part));
+  if (!CheckRecord(record, planned).ok()) return false;
   const auto info = destination.Head(record.file().key());
   if (absl::IsNotFound(info.status())) return false;
   SP_RETURN_IF_ERROR(info.status());

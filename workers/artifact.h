@@ -76,9 +76,9 @@ absl::Status CheckRecord(const v1::PartRecord& record, const v1::PartRecord& pla
 absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
                         const CommitGate& gate);
 
-// Whether a part of this plan is in the journal under the plan's source token, and its object still
-// has the recorded size and ETag. For a worker that must not do it again.
-absl::StatusOr<bool> IsRecorded(const JobPlan& plan, int32_t part, int32_t rank,
+// Whether a part has a record in the journal that says what the plan says (CheckRecord), and its
+// object still has the recorded size and ETag. For a worker that must not do it again.
+absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
                                 ObjectStore& destination);
 
 // Copies the small files, writes rank manifests, proves coverage on the records, and publishes

@@ -3,6 +3,10 @@
 // Equal messages give equal bytes: fields by number under their proto names, every field without
 // presence written (also zeros and empty lists), 64-bit integers as strings, one space of
 // indentation, a newline at the end. The messages hold no maps, whose order would be open.
+//
+// Documents that nothing else vouches for (part records, the manifest) have a field
+// `document_sha256`: SHA-256 of the document with that field empty. StoredJson() sets it in the
+// text, ParseStoredJson() checks it and leaves it empty in the message.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +32,7 @@ absl::StatusOr<std::string> StoredJson(const google::protobuf::Message& message)
 // `name` is the object's key, for messages. Errors:
 // INVALID_ARGUMENT: not JSON, a field of the wrong type, an unknown field, more than
 //   kMaxDocumentBytes.
+// DATA_LOSS: `document_sha256` is not that of the document.
 // FAILED_PRECONDITION: a document of another format version than `format_version`, which may have
 //   fields that this build does not know; the message names both versions.
 absl::Status ParseStoredJson(const std::string& text, const std::string& name,

@@ -600,8 +600,9 @@ absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
   for (int64_t p = 0; p <= last; ++p) {
     std::vector<int32_t> ranks;
     for (const int32_t rank : task.ranks) {
-      SP_ASSIGN_OR_RETURN(const bool recorded,
-                          IsRecorded(*task.plan, region.parts[p].part, rank, *task.destination));
+      SP_ASSIGN_OR_RETURN(
+          const bool recorded,
+          IsRecorded(*task.plan, {task.region, rank, &region.parts[p]}, *task.destination));
       if (!recorded) {
         ranks.push_back(rank);
       } else if (p == last && task.rank_done) {

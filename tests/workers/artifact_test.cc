@@ -1,5 +1,7 @@
 #include "workers/artifact.h"
 
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <map>
 #include <ostream>
@@ -542,7 +544,12 @@ TEST(InspectDestination, ACopiedFileThatSomebodyChangedIsNotOverwritten) {
 TEST(IsRecorded, NeedsRecordTokenAndTheVeryObject) {
   TestArtifact artifact;
   const auto recorded = [&](int32_t part, int32_t rank) {
-    return IsRecorded(artifact.plan(), part, rank, artifact.destination()).value();
+    for (const PlannedPart& planned : PlannedParts(artifact.plan())) {
+      if (planned.part->part == part && planned.rank == rank) {
+        return IsRecorded(artifact.plan(), planned, artifact.destination()).value();
+      }
+    }
+    return false;  // not in the plan, so never in its journal
   };
   EXPECT_FALSE(recorded(0, 1));
   ASSERT_TRUE(artifact.Prepare().ok());
@@ -555,6 +562,65 @@ TEST(IsRecorded, NeedsRecordTokenAndTheVeryObject) {
   FlipBits(artifact.SourcePath("model-00001-of-00002.safetensors"), -1);
   artifact.Replan();
   EXPECT_FALSE(recorded(0, 0));
+}
+
+// A record that was damaged counts as nothing, for the worker as for the controller, or a part
+// would be wanted again and skipped for ever.
+TEST(IsRecorded, ADamagedRecordIsNone) {
+  for (const char* field : {"chunk_sha256", "native_crc32c", "region"}) {
+    SCOPED_TRACE(field);
+    TestArtifact artifact;
+    ASSERT_TRUE(artifact.Prepare().ok());
+    const std::string path = artifact.Path(JournalOf(artifact.plan(), 1, 0));
+    std::string text = ReadFileBytes(path);
+    const size_t digit =
+        text.find_first_of("0123456789", text.find(field) + std::string(field).size());
+    ASSERT_NE(digit, std::string::npos);
+    text[digit] = text[digit] == '1' ? '2' : '1';
+    WriteFileBytes(path, text);
+    const PlannedPart part{0, 1, &artifact.plan().slices.regions()[0].parts[0]};
+    EXPECT_FALSE(IsRecorded(artifact.plan(), part, artifact.destination()).value());
+    ASSERT_TRUE(artifact.Prepare().ok());  // done again
+    EXPECT_TRUE(IsRecorded(artifact.plan(), part, artifact.destination()).value());
+    EXPECT_TRUE(artifact.Commit().ok());
+  }
+}
+
+TEST(ReadManifest, AnEditedManifestIsRefused) {
+  TestArtifact artifact;
+  artifact.Make();
+  const std::string text = ReadFileBytes(artifact.Path("manifest.json"));
+  for (const auto& [from, to] : std::vector<std::pair<std::string, std::string>>{
+           {"\"SEPARATED\"", "\"INTERLEAVE\""},
+           {"\"is_shuffled\": true", "\"is_shuffled\": false"},
+           {"\"0.1.16\"", "\"0.0.1\""}}) {
+    SCOPED_TRACE(from);
+    std::string edited = text;
+    const size_t at = edited.rfind(from);
+    ASSERT_NE(at, std::string::npos);
+    edited.replace(at, from.size(), to);
+    WriteFileBytes(artifact.Path("manifest.json"), edited);
+    ExpectStatus(ReadManifest(artifact.destination()).status(), absl::StatusCode::kDataLoss,
+                 "was changed after it was written");
+  }
+}
+
+// A listing shows objects only; names can be taken by other things, which a rename would replace.
+TEST(InspectDestination, NamesTakenByOtherThingsThanObjectsClash) {
+  for (const char* name : {"model-rank-0-part-0.safetensors", "config.json", "manifest.json"}) {
+    for (const char* kind : {"link", "pipe"}) {
+      SCOPED_TRACE(std::string(name) + " " + kind);
+      TestArtifact artifact;
+      const std::string path = artifact.Path(name);
+      std::filesystem::create_directories(artifact.Path(""));
+      if (kind[0] == 'l') std::filesystem::create_symlink("/dev/null", path);
+      if (kind[0] == 'p') {
+        ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
+      }
+      ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
+                   absl::StatusCode::kFailedPrecondition, name);
+    }
+  }
 }
 
 // -- Cancel --

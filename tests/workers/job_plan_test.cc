@@ -12,8 +12,8 @@
 #include "gtest/gtest.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/digest.h"
 #include "workers/default_alignment_policy.h"
+#include "workers/digest.h"
 
 namespace shardprep {
 namespace {

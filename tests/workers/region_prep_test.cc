@@ -159,7 +159,12 @@ class RegionPrepTest : public ::testing::Test {
         }
       }
     }
-    EXPECT_TRUE(IsRecorded(*plan_, part.part, rank, *destination_store_).value());
+    EXPECT_TRUE(
+        IsRecorded(*plan_, {RegionIndex(region), rank, &part}, *destination_store_).value());
+  }
+
+  int32_t RegionIndex(const Region& region) const {
+    return static_cast<int32_t>(&region - plan_->slices.regions().data());
   }
 
   TempDir source_;
@@ -227,7 +232,7 @@ TEST_F(RegionPrepTest, RanksAreReportedWhenTheirPartsAreRecorded) {
   task.rank_done = [&](int32_t rank) {
     const std::lock_guard<std::mutex> lock(mu);
     for (const PartPlan& part : plan_->slices.regions()[0].parts) {
-      EXPECT_TRUE(IsRecorded(*plan_, part.part, rank, *destination_store_).value());
+      EXPECT_TRUE(IsRecorded(*plan_, {0, rank, &part}, *destination_store_).value());
     }
     done.push_back(rank);
   };

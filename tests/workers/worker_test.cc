@@ -160,7 +160,9 @@ TEST_F(WorkerTest, PreparesWhatIsLeasedAndReportsItUntilTheControllerHeard) {
   EXPECT_THAT(report.completed_ranks(), UnorderedElementsAre(0, 1));
   EXPECT_EQ(report.bytes_read(), plan_->slices.regions()[0].source_bytes);
   EXPECT_GT(report.bytes_written(), 2 * plan_->slices.regions()[0].bytes_per_rank);
-  EXPECT_TRUE(IsRecorded(*plan_, 0, 0, **OpenStore(destination_.path(), {})).value());
+  EXPECT_TRUE(IsRecorded(*plan_, {0, 0, &plan_->slices.regions()[0].parts[0]},
+                         **OpenStore(destination_.path(), {}))
+                  .value());
 
   controller_.desired.clear_leases();
   ASSERT_TRUE(worker->RunOnce().ok());

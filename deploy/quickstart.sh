@@ -4,7 +4,7 @@
 # From a fresh checkout to a verified artefact: installs missing packages, builds, writes a small
 # checkpoint with the extents of real DeepSeek-V4-Pro experts, prepares it for eight ranks, and
 # verifies the result against the checkpoint. Can be run again at any time: it clears its work
-# directory (default: build/quickstart) and starts over. Needs about 2 GB of disk.
+# directory (default: build/quickstart) and starts over. Needs 1.5 GB of disk beside the build.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -91,6 +91,8 @@ done
 readonly source_dir=$work_dir/checkpoint
 readonly prepared_dir=$work_dir/prepared
 
+clear_work_dir
+
 step "Packages"
 deploy/install_packages.sh build
 if ! deploy/install_packages.sh hip; then
@@ -103,7 +105,6 @@ show cmake --build --preset release \
   --target shardprep shardprep-controller shardprep-worker make-checkpoint
 
 step "A checkpoint with the extents of DeepSeek-V4-Pro experts"
-clear_work_dir
 show "$bin/make-checkpoint" --preset quickstart --out "$source_dir"
 
 step "What the job would do"

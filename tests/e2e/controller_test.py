@@ -1,5 +1,6 @@
 """A controller with workers, driven over gRPC from another language."""
 
+import json
 import os
 import pathlib
 import signal
@@ -136,6 +137,21 @@ class ControllerTest(TestCase):
         self.controller.wait_for_state("job-1", "CANCELLED")
         self.assertEqual(file_hashes(destination), {})
         self.assert_error(grpc.StatusCode.FAILED_PRECONDITION, "", client.manifest, "job-1")
+
+    def test_the_command_line_drives_a_controller(self):
+        destination, at = self.dir / "prepared", ["--controller", self.controller.address]
+        spec = prepare_arguments(self.source, destination, 4)[1:]
+        self.run_ok("shardprep", "submit", *at, "--job-id", "cli-1", *spec)
+        self.run_ok("shardprep", "watch", *at, "--job-id", "cli-1")
+        self.run_ok("shardprep", "submit", *at, "--job-id", "cli-1", *spec)
+        job = json.loads(self.run_ok("shardprep", "get", *at, "--job-id", "cli-1", "--format",
+                                     "json").stdout)
+        self.assertEqual(job["state"], "STATE_SUCCEEDED")
+        self.assertEqual(job["manifest"]["sha256"], file_hashes(destination)["manifest.json"])
+        self.assertIn("cli-1", self.run_ok("shardprep", "list", *at).stdout)
+        self.run_refused("shardprep", "cancel", *at, "--job-id", "cli-1",
+                         want="FAILED_PRECONDITION")
+        self.run_refused("shardprep", "get", *at, "--job-id", "cli-2", want="NOT_FOUND")
 
     def test_processes_drain_on_sigterm(self):
         for worker in self.workers:

@@ -61,13 +61,14 @@ class FetchTest(TestCase):
             (EXPECT_NATIVE + ",gate_mode=INTERLEAVE", "gate_mode"),
             (EXPECT_NATIVE + ",tp=4", "tp"),
             (EXPECT_NATIVE + ",aiter=0.1.15", "aiter"),
-            (EXPECT_NATIVE + ",witdh=384", "witdh"),
         ]
         for expect, field in cases:
             with self.subTest(expect):
                 self.run_refused("shardprep", *self.fetch_arguments(artefact, into, expect),
                                  want=field)
                 self.assertFalse(into.exists())
+        misspelt = self.fetch_arguments(artefact, into, EXPECT_NATIVE + ",witdh=384")
+        self.run_refused("shardprep", *misspelt, want="witdh", code=2)
         self.run_ok("shardprep", *self.fetch_arguments(artefact, into,
                                                        EXPECT_NATIVE + ",aiter=0.1.16"))
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import pathlib
 import sys
 import unittest
@@ -11,7 +12,6 @@ import layouts
 
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "golden" / "aiter_shuffles.json"
 LARGEST_INPUT_BYTES = 200_000
-E8M0_FILL = 0
 
 
 def input_bytes(seed, size):
@@ -26,39 +26,47 @@ def input_bytes(seed, size):
     return bytes(result)
 
 
+def golden_cases(layout):
+    """(case, input, experts, rows of an expert, columns) of the small cases of one layout."""
+    for case in json.loads(GOLDEN.read_text())["cases"]:
+        shape = case["input_shape"]
+        if case.get("layout") != layout or math.prod(shape) > LARGEST_INPUT_BYTES:
+            continue
+        experts = case["args"].get("experts_cnt", shape[0] if len(shape) == 3 else 1)
+        rows = math.prod(shape[:-1]) // experts
+        yield case, input_bytes(case["seed"], math.prod(shape)), experts, rows, shape[-1]
+
+
 class LayoutsTest(unittest.TestCase):
-    def cases(self, layout):
-        for case in json.loads(GOLDEN.read_text())["cases"]:
-            size = 1
-            for extent in case["input_shape"]:
-                size *= extent
-            if case.get("layout") == layout and size <= LARGEST_INPUT_BYTES:
-                yield case, input_bytes(case["seed"], size)
+    def test_every_layout_agrees_with_aiter(self):
+        for layout in (layouts.WEIGHT, layouts.WEIGHT_GATE_UP, layouts.SCALE, layouts.SCALE_EXPERT,
+                       layouts.SCALE_GATE_UP, layouts.SCALE_N32K4):
+            compared = 0
+            for case, data, experts, rows, columns in golden_cases(layout):
+                with self.subTest(case["name"]):
+                    if case["args"].get("gate_up") and layout == layouts.SCALE_N32K4:
+                        data = alternated(data, experts, rows, columns)
+                    stored = layouts.shuffle(layout, data, experts, rows, columns)
+                    self.assertEqual(len(stored), math.prod(case["output_shape"]))
+                    self.assertEqual(layouts.unshuffle(layout, stored, experts, rows, columns),
+                                     data)
+                    # e8m0_shuffle leaves what it pads uninitialised.
+                    if layout != layouts.SCALE or len(stored) == len(data):
+                        self.assertEqual(hashlib.sha256(stored).hexdigest(), case["output_sha256"])
+                        compared += 1
+            self.assertGreaterEqual(compared, 2, layout)
 
-    def test_weights_agree_with_aiter(self):
-        count = 0
-        for case, data in self.cases("aiter-16x16"):
-            with self.subTest(case["name"]):
-                experts, rows, columns = ([1] + case["input_shape"])[-3:]
-                shuffled = layouts.shuffle_weights(data, experts, rows, columns)
-                self.assertEqual(hashlib.sha256(shuffled).hexdigest(), case["output_sha256"])
-                self.assertEqual(layouts.unshuffle_weights(shuffled, experts, rows, columns), data)
-                count += 1
-        self.assertGreater(count, 2)
+    def test_a_wrong_fill_byte_is_found(self):
+        stored = bytearray(layouts.shuffle(layouts.SCALE_EXPERT, bytes(32 * 5), 1, 32, 5))
+        stored[stored.index(layouts.FILL[layouts.SCALE_EXPERT])] = 0
+        with self.assertRaisesRegex(AssertionError, "fill byte"):
+            layouts.unshuffle(layouts.SCALE_EXPERT, bytes(stored), 1, 32, 5)
 
-    def test_scales_agree_with_aiter(self):
-        count = 0
-        for case, data in self.cases("aiter-e8m0"):
-            with self.subTest(case["name"]):
-                rows, columns = len(data) // case["input_shape"][-1], case["input_shape"][-1]
-                shuffled = layouts.shuffle_scales(data, rows, columns, E8M0_FILL)
-                if len(shuffled) == len(data):  # AITER leaves the rest uninitialised
-                    self.assertEqual(hashlib.sha256(shuffled).hexdigest(), case["output_sha256"])
-                    count += 1
-                scales, beyond = layouts.unshuffle_scales(shuffled, rows, columns, E8M0_FILL)
-                self.assertEqual(scales, data)
-                self.assertEqual(beyond, len(shuffled) - len(data))
-        self.assertGreater(count, 2)
+
+def alternated(data, experts, rows, columns):
+    size = rows * columns
+    return b"".join(layouts.alternate_halves(data[i * size:(i + 1) * size], rows, columns)
+                    for i in range(experts))
 
 
 if __name__ == "__main__":

@@ -1,28 +1,28 @@
 """`shardprep prepare`: the bytes it writes, and that nothing but the job decides them."""
 
 import json
+import pathlib
 import sys
+import tempfile
 import unittest
 
 sys.dont_write_bytecode = True
 import layouts
+from layouts import PROFILES, ROLES, round_up
 from support import (TestCase, file_hashes, make_checkpoint, prepare_arguments, read_all_tensors,
                      read_json, read_safetensors)
 
 HIDDEN, INTERMEDIATE, EXPERTS, LAYERS = 224, 256, 3, 2
+LAYERS_WITH_MTP = LAYERS + 1
 ALIGNMENT = 128  # AITER_MXFP4_BF16 with SILU
 SCALE_BLOCK = 32
-SEPARATED_FILL, LAYERS_WITH_MTP = 0, LAYERS + 1
-
-
-def round_up(value, alignment):
-    return -(-value // alignment) * alignment
 
 
 class Geometry:
     """Byte extents of one rank's matrices, from the rules alone."""
 
     def __init__(self, ranks):
+        self.ranks = ranks
         self.native = INTERMEDIATE // ranks
         self.padded = round_up(self.native, ALIGNMENT)
         self.padded_hidden = round_up(HIDDEN, ALIGNMENT)
@@ -66,41 +66,37 @@ def padded_extents(geometry, role):
     return geometry.padded_hidden, geometry.columns(geometry.padded, role)
 
 
-ROLES = ("w13_weight", "w13_weight_scale", "w2_weight", "w2_weight_scale")
-
-
 class PreparedBytesTest(TestCase):
     def prepared(self, ranks, *more):
         source = make_checkpoint(self.dir / "source", hidden=HIDDEN, intermediate=INTERMEDIATE,
                                  experts=EXPERTS, layers=LAYERS)
-        destination = self.dir / f"prepared-{ranks}"
+        destination = pathlib.Path(tempfile.mkdtemp(dir=self.dir, prefix="prepared-"))
         self.run_ok("shardprep", *prepare_arguments(source, destination, ranks, *more))
         return source, destination
 
-    def test_every_shard_is_the_aiter_shuffle_of_its_padded_slice(self):
-        def shuffled(matrices, role, rows, columns):
-            if role.endswith("_scale"):
-                return layouts.shuffle_scales(matrices, EXPERTS * rows, columns, SEPARATED_FILL)
-            return layouts.shuffle_weights(matrices, EXPERTS, rows, columns)
+    def test_every_shard_is_the_layout_of_its_padded_slice(self):
+        for profile in PROFILES:
+            with self.subTest(profile):
+                source, destination = self.prepared(
+                    4, "--include-mtp", "--profile", profile, "--backend", "AITER_MXFP4_BF16",
+                    "--architecture", "gfx1250" if profile == "aiter-gfx1250" else "gfx950")
+                self.check_shards(read_all_tensors(source), destination, profile, Geometry(4))
+                self.run_ok("shardprep", "verify", destination, "--source", source)
 
-        source, destination = self.prepared(4, "--include-mtp")
-        self.check_shards(source, destination, 4, shuffled)
-
-    def test_logical_shards_are_the_padded_slices_themselves(self):
-        source, destination = self.prepared(4, "--include-mtp", "--profile", "logical")
-        self.check_shards(source, destination, 4, lambda matrices, role, rows, columns: matrices)
-
-    def check_shards(self, source_dir, destination, ranks, arranged):
-        source, geometry = read_all_tensors(source_dir), Geometry(ranks)
-        for rank in range(ranks):
+    def check_shards(self, source, destination, profile, geometry):
+        for rank in range(geometry.ranks):
             shards = read_all_tensors(destination, f"model-rank-{rank}-part-*.safetensors")
             self.assertEqual(len(shards), LAYERS_WITH_MTP * len(ROLES))
             for layer in range(LAYERS_WITH_MTP):
-                for role in ROLES:
+                for role, layout in zip(ROLES, PROFILES[profile]):
+                    rows, columns = padded_extents(geometry, role)
+                    matrices = [expected_expert(source, geometry, layer, expert, role, rank)
+                                for expert in range(EXPERTS)]
+                    if profile == "aiter-gfx1250" and role.startswith("w13"):
+                        matrices = [layouts.alternate_halves(matrix, rows, columns)
+                                    for matrix in matrices]
+                    want = layouts.shuffle(layout, b"".join(matrices), EXPERTS, rows, columns)
                     name = prepared_name(layer, role)
-                    matrices = b"".join(expected_expert(source, geometry, layer, expert, role, rank)
-                                        for expert in range(EXPERTS))
-                    want = arranged(matrices, role, *padded_extents(geometry, role))
                     self.assertTrue(shards[name].data == want, f"rank {rank}: {name} differs")
 
     def test_slices_of_all_ranks_joined_are_the_source(self):
@@ -114,19 +110,12 @@ class PreparedBytesTest(TestCase):
         shards = [read_all_tensors(destination, f"model-rank-{rank}-part-*.safetensors")
                   for rank in range(ranks)]
         for layer in range(LAYERS_WITH_MTP):
-            for role in ROLES:
-                matrices = [self.unshuffled(shard[prepared_name(layer, role)].data, geometry, role)
+            for role, layout in zip(ROLES, PROFILES["aiter-separated"]):
+                matrices = [layouts.unshuffle(layout, shard[prepared_name(layer, role)].data,
+                                              EXPERTS, *padded_extents(geometry, role))
                             for shard in shards]
                 for expert in range(EXPERTS):
                     self.check_expert(source, geometry, layer, expert, role, matrices)
-
-    def unshuffled(self, data, geometry, role):
-        rows, columns = padded_extents(geometry, role)
-        if not role.endswith("_scale"):
-            return layouts.unshuffle_weights(data, EXPERTS, rows, columns)
-        scales, beyond = layouts.unshuffle_scales(data, EXPERTS * rows, columns, SEPARATED_FILL)
-        self.assertEqual(beyond, len(data) - len(scales))
-        return scales
 
     def check_expert(self, source, geometry, layer, expert, role, matrices):
         kind = "scale" if role.endswith("_scale") else "weight"

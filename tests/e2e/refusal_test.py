@@ -25,6 +25,10 @@ def rewrite_header(path, change):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size:])
 
 
+def rename_expert_tensor(header):
+    header["renamed"] = header.pop(EXPERT_TENSOR)
+
+
 class RefusalTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -59,12 +63,12 @@ class RefusalTest(TestCase):
     def test_missing_expert_tensor(self):
         path = self.file_of(EXPERT_TENSOR)
         edit_json(self.source / INDEX, lambda index: index["weight_map"].pop(EXPERT_TENSOR))
-        rewrite_header(path, lambda header: header.__setitem__("renamed", header.pop(EXPERT_TENSOR)))
+        rewrite_header(path, rename_expert_tensor)
         self.refuse_plan_too(["FAILED_PRECONDITION", EXPERT_TENSOR])
 
     def test_stale_index_entry_of_an_expert_tensor(self):
         path = self.file_of(EXPERT_TENSOR)
-        rewrite_header(path, lambda header: header.__setitem__("renamed", header.pop(EXPERT_TENSOR)))
+        rewrite_header(path, rename_expert_tensor)
         self.refuse_plan_too([EXPERT_TENSOR, path.name])
 
     def test_gap_in_the_experts(self):

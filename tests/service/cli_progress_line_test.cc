@@ -154,7 +154,8 @@ TEST(ProgressMeter, TheEndIsNotPrintedTwice) {
 TEST(ProgressMeter, TheEndShowsTheRateOfTheWholeTime) {
   ProgressMeter meter("p", false);
   meter.Update(At(50, 250), Ms(0), 200);
-  for (int64_t second = 1; second <= 20; ++second) meter.Update(At(50, 250), Ms(second * 1000), 200);
+  for (int64_t second = 1; second <= 20; ++second)
+    meter.Update(At(50, 250), Ms(second * 1000), 200);
   EXPECT_THAT(meter.Finish(At(250, 250), Ms(20'000), 200), HasSubstr("10.0 MiB/s"));
 }
 

@@ -6,6 +6,12 @@
 #   build   compiler, libraries and what the tests link
 #   hip     what compiles the GPU kernels; optional, without it the CPU shuffles
 #   check   sanitizers, clang-format, clang-tidy and the Python gRPC client of the tests
+#   deploy-check  promtool and a Prometheus, and the types that Kubernetes manifests are held against.
+#           Rendering them also wants a kubectl of version 1.21 or later: that of Debian 12 is older
+#   run     libraries that the binaries are linked with, and the authorities that sign servers
+#   run-hip the same for binaries with GPU kernels
+#   consumers  torch and pyflakes, for the tests of deploy/consumers
+#   s3test  S3 servers for the tests: a Ceph object gateway and OpenStack Swift
 # --list prints the packages of the groups, one a line, and installs nothing.
 #
 # Ends with 0 when every package is installed, with 1 and a message when one is not and cannot be.
@@ -17,15 +23,29 @@ packages_of() {
       echo g++ cmake ninja-build ccache python3 \
         libgrpc++-dev protobuf-compiler protobuf-compiler-grpc libprotobuf-dev libabsl-dev \
         golang-github-gogo-googleapis-dev prometheus-cpp-dev nlohmann-json3-dev libssl-dev \
-        libisal-dev libgtest-dev libgmock-dev libbenchmark-dev ;;
+        libisal-dev libsqlite3-dev libpugixml-dev libcurl4-openssl-dev libgtest-dev \
+        libgmock-dev libbenchmark-dev ;;
     hip)
       # clang-offload-bundler is in clang-tools-19, llvm-objcopy in llvm-19.
       echo libamdhip64-dev rocm-device-libs clang-19 clang-tools-19 llvm-19 lld-19 ;;
     check)
       echo clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 python3-grpcio \
         python3-protobuf ;;
+    consumers)
+      echo python3-torch pyflakes3 ;;
+    s3test)
+      echo ceph-mon ceph-osd ceph-common radosgw curl \
+        swift-proxy swift-account swift-container swift-object memcached ;;
+    deploy-check)
+      echo prometheus python3-kubernetes python3-yaml ;;
+    run)
+      echo ca-certificates libstdc++6 libgrpc++1.51 libgrpc29 libprotobuf32 libabsl20220623 \
+        libprometheus-cpp-core1.0 libcivetweb1 libssl3 libisal2 libcurl4 libpugixml1v5 \
+        libsqlite3-0 ;;
+    run-hip)
+      echo libamdhip64-5 ;;
     *)
-      echo "install_packages.sh: no group '$1', want build, hip or check" >&2
+      echo "install_packages.sh: no group '$1'; the groups are listed at the top of the script" >&2
       return 1 ;;
   esac
 }
@@ -52,7 +72,7 @@ if [ "${1-}" = --list ]; then
   shift
 fi
 if [ $# -eq 0 ]; then
-  echo "usage: install_packages.sh [--list] build|hip|check..." >&2
+  echo "usage: install_packages.sh [--list] GROUP..." >&2
   exit 2
 fi
 wanted=()

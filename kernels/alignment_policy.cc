@@ -126,11 +126,25 @@ absl::Status AlignmentPolicy::CheckProfile(absl::string_view backend, absl::stri
       ", profiles that work: ", working.empty() ? "none" : absl::StrJoin(working, ", ")));
 }
 
+absl::Status AlignmentPolicy::CheckWeights(absl::string_view backend,
+                                           absl::string_view format) const {
+  std::vector<std::string> working;
+  for (const WeightSupport& support : weights) {
+    if (support.weights != format) continue;
+    if (Matches(support.backends, backend)) return absl::OkStatus();
+    working.insert(working.end(), support.backends.begin(), support.backends.end());
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "backend ", backend, " does not read ", format, " weights, and nothing converts them",
+      "; backends that do: ", working.empty() ? "none" : absl::StrJoin(working, ", ")));
+}
+
 std::string AlignmentPolicy::MinimumAiterVersion(ProfileId profile, NativeExtent native,
-                                                 PaddedExtent padded) const {
+                                                 PaddedExtent padded,
+                                                 absl::string_view format) const {
   std::string least;
   for (const AiterMinimum& minimum : aiter_minimums) {
-    if (minimum.profile != profile) continue;
+    if (minimum.profile != profile || !Matches(minimum.weights, format)) continue;
     const int64_t width =
         minimum.width == WidthKind::kNative ? native.elements() : padded.elements();
     if (minimum.unless_multiple_of > 1 && width % minimum.unless_multiple_of == 0) continue;
@@ -139,15 +153,18 @@ std::string AlignmentPolicy::MinimumAiterVersion(ProfileId profile, NativeExtent
   return least;
 }
 
-absl::StatusOr<BackendChoice> AlignmentPolicy::ResolveBackend(
-    absl::string_view backend, absl::string_view architecture) const {
+absl::StatusOr<BackendChoice> AlignmentPolicy::ResolveBackend(absl::string_view backend,
+                                                              absl::string_view architecture,
+                                                              absl::string_view format) const {
   SP_RETURN_IF_ERROR(PlatformOf(*this, architecture).status());
   if (backend != "AUTO") {
     SP_RETURN_IF_ERROR(CheckKnown("backend", backends, backend));
     return BackendChoice{std::string(backend), absl::StrCat(backend, " was asked for")};
   }
   for (const AutoBackend& row : auto_backends) {
-    if (Matches(row.architectures, architecture)) return BackendChoice{row.backend, row.reason};
+    if (Matches(row.architectures, architecture) && Matches(row.weights, format)) {
+      return BackendChoice{row.backend, row.reason};
+    }
   }
   return absl::InvalidArgumentError(
       absl::StrCat("the alignment policy has no backend for AUTO on ", architecture));

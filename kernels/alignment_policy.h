@@ -56,19 +56,29 @@ struct ProfileSupport {
 
 enum class WidthKind : uint8_t { kNative, kPadded };
 
+// The backends that read weights of one format: "mxfp4" (E2M1 with a scale for 32 elements of a
+// row), "fp8-block" (E4M3 with a scale for 128 x 128), "bf16".
+struct WeightSupport {
+  std::string weights;
+  std::vector<std::string> backends;
+  std::string source;
+};
+
 // The first AITER release that serves a profile; where unless_multiple_of > 1 only for widths that
 // are not such a multiple, else always.
 struct AiterMinimum {
   ProfileId profile = ProfileId::kLogical;
+  std::vector<std::string> weights;
   WidthKind width = WidthKind::kPadded;
   int64_t unless_multiple_of = 1;
   std::string version;  // "0.1.16"
   std::string source;
 };
 
-// What AUTO stands for; the first row whose architectures match.
+// What AUTO stands for; the first row whose architectures and weights match.
 struct AutoBackend {
   std::vector<std::string> architectures;
+  std::vector<std::string> weights;
   std::string backend;
   std::string reason;
 };
@@ -96,6 +106,7 @@ struct AlignmentPolicy {
   std::vector<AlignmentRow> rows;
   std::vector<WidthConstraint> constraints;
   std::vector<ProfileSupport> profiles;
+  std::vector<WeightSupport> weights;
   std::vector<AiterMinimum> aiter_minimums;
   std::vector<AutoBackend> auto_backends;
 
@@ -115,15 +126,20 @@ struct AlignmentPolicy {
   absl::Status CheckProfile(absl::string_view backend, absl::string_view activation,
                             absl::string_view architecture, ProfileId profile) const;
 
+  // INVALID_ARGUMENT when the backend does not read weights of this format, which nothing converts;
+  // the message names the backends that do.
+  absl::Status CheckWeights(absl::string_view backend, absl::string_view weights) const;
+
   // The least AITER release for the profile at these per-rank widths, "0.1.16"; empty when any
   // release will do.
-  std::string MinimumAiterVersion(ProfileId profile, NativeExtent native,
-                                  PaddedExtent padded) const;
+  std::string MinimumAiterVersion(ProfileId profile, NativeExtent native, PaddedExtent padded,
+                                  absl::string_view weights = "mxfp4") const;
 
-  // Turns "AUTO" into a backend; any other known name stands for itself. INVALID_ARGUMENT for an
-  // unknown backend or architecture.
+  // Turns "AUTO" into a backend for weights of a format; any other known name stands for itself.
+  // INVALID_ARGUMENT for an unknown backend or architecture.
   absl::StatusOr<BackendChoice> ResolveBackend(absl::string_view backend,
-                                               absl::string_view architecture) const;
+                                               absl::string_view architecture,
+                                               absl::string_view weights = "mxfp4") const;
 };
 
 // FAILED_PRECONDITION when a constraint forbids the decision's alignment or the padded width,

@@ -6,19 +6,24 @@
 
 #include <google/protobuf/message.h>
 #include <google/protobuf/util/json_util.h>
+#include <google/protobuf/util/time_util.h>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "kernels/profile.h"
 #include "kernels/status_macros.h"
+#include "workers/expert_slots.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
+#include "workers/printable.h"
+#include "workers/tensor_naming.h"
 
 namespace shardprep {
 namespace {
 
 constexpr int64_t kMostRanks = 4096;
-constexpr int64_t kMaxPolicyBytes = int64_t{1} << 20;
+constexpr int64_t kMaxTextBytes = int64_t{1} << 20;  // of a policy, of an expert map
+constexpr int64_t kMostRedundantExperts = 1'000'000;
 
 absl::Status InContext(const std::string& context, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(context, ": ", std::string(status.message())));
@@ -35,6 +40,22 @@ absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::strin
   auto normal = NormalizeUri(uri, working_directory);
   if (!normal.ok()) return InContext(absl::StrCat("--", flag), normal.status());
   return normal;
+}
+
+absl::StatusOr<std::string> ReadText(const std::string& path, const std::string& what) {
+  std::ifstream file(path, std::ios::binary);
+  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
+  std::string text;
+  std::string piece(65536, '\0');
+  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
+    text.append(piece.data(), static_cast<size_t>(file.gcount()));
+    if (static_cast<int64_t>(text.size()) > kMaxTextBytes) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": more than ", kMaxTextBytes, " bytes for ", what));
+    }
+  }
+  if (file.bad()) return absl::UnavailableError(absl::StrCat(path, ": cannot be read"));
+  return text;
 }
 
 }  // namespace
@@ -55,7 +76,7 @@ std::optional<int> ParseOrExit(FlagSet& flags, const std::string& command,
 int Fail(const std::string& command, const absl::Status& status, const std::string& next_step) {
   std::fprintf(stderr, "shardprep %s: %s: %s\n", command.c_str(),
                absl::StatusCodeToString(status.code()).c_str(),
-               std::string(status.message()).c_str());
+               Printable(status.message()).c_str());
   if (!next_step.empty()) std::fprintf(stderr, "%s\n", next_step.c_str());
   return kExitFailure;
 }
@@ -80,17 +101,36 @@ absl::Status PrintJson(const google::protobuf::Message& message, bool one_line) 
 SpecFlags::SpecFlags() = default;
 
 void SpecFlags::AddTo(FlagSet& flags) {
-  flags.String("source", "DIR", "Checkpoint: a directory with safetensors files and config.json.",
+  flags.String("source", "URI",
+               "Checkpoint with safetensors files and config.json: a directory, file:// or s3:// "
+               "URI.",
                &source_, FlagSet::Presence::kRequired);
-  flags.String("destination", "DIR",
-               "Directory for the prepared files. It is made when missing; what finished parts an "
-               "earlier, interrupted run of the same job left there are used.",
+  flags.String("destination", "URI",
+               "Place for the prepared files: a directory, file:// or s3:// URI. A directory is "
+               "made when missing; finished parts that an earlier, interrupted run of the same job "
+               "left there are used.",
                &destination_, FlagSet::Presence::kRequired);
   flags.Int("tensor-parallel-size", "N", "Tensor parallel size of the engine.", 1, kMostRanks,
             &tensor_parallel_size_, FlagSet::Presence::kRequired);
   flags.Int("data-parallel-size", "N",
             "Data parallel size. Ranks are numbered over both; experts are cut over both.", 1,
             kMostRanks, &data_parallel_size_);
+  flags.Int("expert-parallel-size", "N",
+            "Groups of ranks that the experts are dealt to. 1: every rank has a slice of every "
+            "expert.",
+            1, kMostRanks, &expert_parallel_size_);
+  flags.Choice("expert-placement", {"linear", "round-robin"},
+               "How experts are dealt: neighbours to one group, or one after the other to each.",
+               &expert_placement_);
+  flags.Int("redundant-experts", "N", "Further slots, which hold copies of experts 0, 1, ...", 0,
+            kMostRedundantExperts, &redundant_experts_);
+  flags.String(
+      "expert-map", "FILE",
+      "Which expert each slot holds, instead of a number of redundant ones: a JSON list, or "
+      "one list for each group.",
+      &expert_map_);
+  flags.Choice("naming", NamingSchemeNames(), "Names of the prepared tensors, by engine.",
+               &naming_);
   flags.String(
       "backend", "NAME",
       "Kernel backend that reads the bytes, for example AITER_MXFP4_BF16. AUTO chooses one "
@@ -126,6 +166,16 @@ absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_direc
   v1::ParallelLayout& parallel = *target.mutable_parallel_layout();
   parallel.set_tensor_parallel_size(static_cast<int32_t>(tensor_parallel_size_));
   parallel.set_data_parallel_size(static_cast<int32_t>(data_parallel_size_));
+  parallel.set_expert_parallel_size(static_cast<int32_t>(expert_parallel_size_));
+  parallel.set_expert_placement(expert_placement_);
+  parallel.set_redundant_experts(static_cast<int32_t>(redundant_experts_));
+  if (!expert_map_.empty()) {
+    SP_ASSIGN_OR_RETURN(const std::string text, ReadText(expert_map_, "an expert map"));
+    const auto map = ParseExpertMap(text, parallel.expert_parallel_size());
+    if (!map.ok()) return InContext(expert_map_, map.status());
+    parallel.mutable_physical_to_logical()->Assign(map->begin(), map->end());
+  }
+  target.set_naming(naming_);
   v1::KernelTarget& kernel = *target.mutable_kernel_target();
   kernel.set_backend(backend_);
   kernel.set_activation(activation_);
@@ -158,6 +208,28 @@ void RunFlags::AddTo(FlagSet& flags) {
                &allow_source_root);
 }
 
+void TimeoutFlag::AddTo(FlagSet& flags) {
+  flags.Value("timeout", "TIME",
+              "The job fails when it has not ended after this time, for example 90m or 1h30m; what "
+              "it finished stays. Default: no limit.",
+              [this](const std::string& text) {
+                absl::Duration value;
+                if (!absl::ParseDuration(text, &value) || value < absl::Milliseconds(1) ||
+                    value > absl::Hours(24 * 366)) {
+                  return absl::InvalidArgumentError(
+                      absl::StrCat("'", text, "': want 1ms to 8784h, for example 90m"));
+                }
+                timeout_ = value;
+                return absl::OkStatus();
+              });
+}
+
+void TimeoutFlag::Apply(v1::CreatePrepJobRequest& request) const {
+  if (!timeout_.has_value()) return;
+  *request.mutable_timeout() =
+      google::protobuf::util::TimeUtil::NanosecondsToDuration(absl::ToInt64Nanoseconds(*timeout_));
+}
+
 absl::StatusOr<std::vector<std::string>> DirectoryList(const std::string& text,
                                                        const std::string& flag,
                                                        const std::string& working_directory) {
@@ -171,18 +243,7 @@ absl::StatusOr<std::vector<std::string>> DirectoryList(const std::string& text,
 }
 
 absl::StatusOr<std::string> ReadPolicyText(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
-  std::string text;
-  std::string piece(65536, '\0');
-  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
-    text.append(piece.data(), static_cast<size_t>(file.gcount()));
-    if (static_cast<int64_t>(text.size()) > kMaxPolicyBytes) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(path, ": more than ", kMaxPolicyBytes, " bytes for an alignment policy"));
-    }
-  }
-  if (file.bad()) return absl::UnavailableError(absl::StrCat(path, ": cannot be read"));
+  SP_ASSIGN_OR_RETURN(std::string text, ReadText(path, "an alignment policy"));
   const absl::Status valid = ParseAlignmentPolicy(text).status();
   if (!valid.ok()) return InContext(path, valid);
   return text;

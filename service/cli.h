@@ -5,13 +5,16 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "service/flag_set.h"
+#include "shardprep/v1/prep.pb.h"
 #include "shardprep/v1/target.pb.h"
 
 namespace google::protobuf {
@@ -31,6 +34,8 @@ inline constexpr int kExitUsage = 2;
 struct CliContext {
   std::string working_directory;  // physical, absolute: where relative paths start
   Interrupts* interrupts = nullptr;
+  // Reads an environment variable.
+  std::function<std::optional<std::string>(const std::string& name)> environment;
 };
 
 using CliArguments = std::vector<std::string>;
@@ -72,6 +77,11 @@ class SpecFlags {
   std::string destination_;
   int64_t tensor_parallel_size_ = 0;
   int64_t data_parallel_size_ = 1;
+  int64_t expert_parallel_size_ = 1;
+  std::string expert_placement_ = "linear";
+  int64_t redundant_experts_ = 0;
+  std::string expert_map_;
+  std::string naming_ = "vllm";
   std::string backend_ = "AUTO";
   std::string activation_;
   bool force_activation_ = false;
@@ -95,6 +105,16 @@ struct RunFlags {
   int64_t memory_budget_bytes = int64_t{512} << 20;
   std::string metrics_listen;
   std::string allow_source_root;
+};
+
+// How long a job may take; for prepare and submit.
+class TimeoutFlag {
+ public:
+  void AddTo(FlagSet& flags);
+  void Apply(v1::CreatePrepJobRequest& request) const;
+
+ private:
+  std::optional<absl::Duration> timeout_;
 };
 
 // A comma-separated list of directories, absolute. INVALID_ARGUMENT naming `flag`.

@@ -6,6 +6,7 @@
 #include "kernels/status_macros.h"
 #include "service/cli.h"
 #include "service/cli_console.h"
+#include "service/cli_s3.h"
 #include "service/plan_report.h"
 #include "service/progress_line.h"
 #include "workers/byte_size.h"
@@ -19,14 +20,16 @@ constexpr char kCommand[] = "fetch";
 
 // Sets options.into to the absolute path.
 absl::StatusOr<FetchReport> Fetch(const CliContext& context, const std::string& uri,
-                                  const std::string& into, FetchOptions& options) {
+                                  const std::string& into, const S3CliFlags& s3_flags,
+                                  FetchOptions& options) {
   SP_ASSIGN_OR_RETURN(options.into, NormalizeUri(into, context.working_directory));
   SP_ASSIGN_OR_RETURN(const std::string artifact, NormalizeUri(uri, context.working_directory));
+  SP_ASSIGN_OR_RETURN(const auto s3, s3_flags.Connect(context, {artifact}));
   Console console(kCommand, /*capture_logs=*/false);
   options.progress = [&console](int64_t done_bytes, int64_t total_bytes) {
     console.Progress({.done_bytes = done_bytes, .total_bytes = total_bytes, .note = ""});
   };
-  auto report = FetchRanks(artifact, OpenStoreOptions{}, options);
+  auto report = FetchRanks(artifact, OpenStoreOptions{.s3 = s3}, options);
   console.EndProgress();
   return report;
 }
@@ -69,8 +72,9 @@ int RunFetch(const CliContext& context, const CliArguments& arguments) {
   std::string uri;
   std::string into;
   int64_t parallel = 4;
+  S3CliFlags s3_flags;
   FetchOptions options;
-  flags.Argument("URI", "Place of the artefact: a directory or file:// URI.", &uri);
+  flags.Argument("URI", "Place of the artefact: a directory, file:// or s3:// URI.", &uri);
   flags.Value(
       "rank", "RANKS", "Ranks to fetch: 3, or 0,1, or 0-7.",
       [&options](const std::string& text) {
@@ -88,11 +92,12 @@ int RunFetch(const CliContext& context, const CliArguments& arguments) {
                 return absl::OkStatus();
               });
   flags.Bool("no-expect", "Fetches without knowing profile and width.", &options.no_expect);
+  s3_flags.AddTo(flags);
   flags.Int("parallel", "N", "Chunks of 16 MiB in flight.", 1, 256, &parallel);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
 
   options.parallel = static_cast<int>(parallel);
-  const auto report = Fetch(context, uri, into, options);
+  const auto report = Fetch(context, uri, into, s3_flags, options);
   if (!report.ok()) return Fail(kCommand, report.status(), NextStep(report.status()));
   PrintReport(*report, options.into);
   return kExitOk;

@@ -149,9 +149,11 @@ int RunSubmit(const CliContext& context, const CliArguments& arguments) {
                      "    --tensor-parallel-size 8 --watch"});
   SpecFlags spec_flags;
   ControllerFlags controller;
+  TimeoutFlag timeout;
   std::string job_id;
   bool watch = false;
   spec_flags.AddTo(flags);
+  timeout.AddTo(flags);
   flags.String("job-id", "ID",
                "1 to 63 of a-z, 0-9 and -, chosen by the caller. Default: a random one.", &job_id);
   flags.Bool("watch", "Follows the job to its end.", &watch);
@@ -165,6 +167,7 @@ int RunSubmit(const CliContext& context, const CliArguments& arguments) {
   v1::CreatePrepJobRequest request;
   request.set_prep_job_id(job_id.empty() ? NewJobId() : job_id);
   *request.mutable_spec() = *spec;
+  timeout.Apply(request);
   const auto job = (*client)->Create(request);
   if (!job.ok()) return FailCall(kCommand, job.status(), controller);
   if (watch) return Follow(kCommand, **client, job->prep_job_id(), controller);

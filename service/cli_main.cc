@@ -5,7 +5,9 @@
 #include <cerrno>
 #include <climits>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -92,6 +94,11 @@ int Dispatch(const CliContext& context, const CliArguments& words) {
   return UnknownCommand(name);
 }
 
+std::optional<std::string> Environment(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
 int Main(const CliArguments& words) {
   // A closed pipe is an error of the write, reported below, and no reason to drop a job.
   signal(SIGPIPE, SIG_IGN);
@@ -102,8 +109,9 @@ int Main(const CliArguments& words) {
                  std::strerror(errno));
     return kExitFailure;
   }
-  const int exit_code =
-      Dispatch({.working_directory = directory, .interrupts = &interrupts}, words);
+  const int exit_code = Dispatch(
+      {.working_directory = directory, .interrupts = &interrupts, .environment = Environment},
+      words);
   const bool flushed = std::fflush(stdout) == 0;
   if (!flushed || std::ferror(stdout) != 0) {
     std::fprintf(stderr, "shardprep: standard output cannot be written\n");

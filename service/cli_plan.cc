@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/status_macros.h"
 #include "service/cli.h"
+#include "service/cli_s3.h"
 #include "service/plan_report.h"
 #include "service/progress_line.h"
 #include "workers/artifact.h"
@@ -19,10 +20,16 @@ namespace {
 constexpr char kCommand[] = "plan";
 
 // What lies at the destination, in a sentence.
-absl::StatusOr<std::string> DestinationText(const JobPlan& plan) {
-  SP_ASSIGN_OR_RETURN(const auto destination, OpenStore(plan.target().destination_uri(),
-                                                        {.create = true, .allowed_roots = {}}));
-  SP_ASSIGN_OR_RETURN(const DestinationState state, InspectDestination(plan, *destination));
+absl::StatusOr<std::string> DestinationText(const JobPlan& plan, const PlanOptions& options) {
+  SP_ASSIGN_OR_RETURN(const auto source, OpenStore(plan.spec.source_uri(),
+                                                   {.create = false,
+                                                    .allowed_roots = options.allowed_source_roots,
+                                                    .s3 = options.s3}));
+  SP_ASSIGN_OR_RETURN(const auto destination,
+                      OpenStore(plan.target().destination_uri(),
+                                {.create = true, .allowed_roots = {}, .s3 = options.s3}));
+  SP_ASSIGN_OR_RETURN(const DestinationState state,
+                      InspectDestination(plan, *source, *destination));
   switch (state.kind) {
     case DestinationState::Kind::kComplete:
       return absl::StrCat("already complete: ", state.manifest.file_count(), " files, ",
@@ -58,9 +65,11 @@ int RunPlan(const CliContext& context, const CliArguments& arguments) {
                             "    --tensor-parallel-size 8"});
   SpecFlags spec_flags;
   RunFlags run_flags;
+  S3CliFlags s3_flags;
   std::string format = "text";
   spec_flags.AddTo(flags);
   run_flags.AddTo(flags);
+  s3_flags.AddTo(flags);
   flags.Choice("format", {"text", "json"}, "A table, or shardprep.v1.PlanSummary as JSON.",
                &format);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
@@ -73,12 +82,15 @@ int RunPlan(const CliContext& context, const CliArguments& arguments) {
       DirectoryList(run_flags.allow_source_root, "allow-source-root", context.working_directory);
   if (!roots.ok()) return Fail(kCommand, roots.status());
   options.allowed_source_roots = *std::move(roots);
+  auto s3 = s3_flags.Connect(context, {spec->source_uri(), spec->targets(0).destination_uri()});
+  if (!s3.ok()) return Fail(kCommand, s3.status());
+  options.s3 = *std::move(s3);
   const auto plan = PlanJob(*spec, options);
   if (!plan.ok()) return Fail(kCommand, plan.status());
   const bool json = format == "json";
   const absl::Status printed = Print(**plan, json);
   if (!printed.ok()) return Fail(kCommand, printed);
-  const auto destination = DestinationText(**plan);
+  const auto destination = DestinationText(**plan, options);
   // JSON stands alone on standard output.
   if (destination.ok()) {
     std::fprintf(json ? stderr : stdout, "destination: %s\n", destination->c_str());

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -12,6 +13,7 @@
 #include "service/cli.h"
 #include "service/cli_console.h"
 #include "service/cli_follow.h"
+#include "service/cli_s3.h"
 #include "service/cli_signals.h"
 #include "service/client.h"
 #include "service/job_report.h"
@@ -45,7 +47,9 @@ absl::Status CheckDevice(const std::string& device) {
 }
 
 PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
-                                             const std::vector<std::string>& allowed_roots) {
+                                             const std::vector<std::string>& allowed_roots,
+                                             std::shared_ptr<S3Connection> s3,
+                                             const S3Flags& s3_flags) {
   PrivateControllerOptions options;
   options.workers = static_cast<int>(flags.workers);
   options.worker_threads = static_cast<int>(flags.threads);
@@ -53,6 +57,8 @@ PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
   options.memory_budget_bytes = flags.memory_budget_bytes;
   options.metrics_listen = flags.metrics_listen;
   options.allow_source_root = allowed_roots;
+  options.s3 = std::move(s3);
+  options.s3_flags = s3_flags;
   return options;
 }
 
@@ -62,10 +68,8 @@ struct Outcome {
 };
 
 // Runs the job to its end. CANCELLED after a signal.
-absl::StatusOr<Outcome> RunJob(const v1::PrepJobSpec& spec, PrepClient& client, Console& console) {
-  v1::CreatePrepJobRequest request;
-  request.set_prep_job_id(kJobId);
-  *request.mutable_spec() = spec;
+absl::StatusOr<Outcome> RunJob(const v1::CreatePrepJobRequest& request, PrepClient& client,
+                               Console& console) {
   SP_ASSIGN_OR_RETURN(const v1::PrepJob created, client.Create(request));
   // A job that has nothing to do has ended when it is created.
   if (created.state() == v1::PrepJob::STATE_SUCCEEDED) return Outcome{created, true};
@@ -82,7 +86,7 @@ absl::StatusOr<Outcome> RunJob(const v1::PrepJobSpec& spec, PrepClient& client, 
   return Outcome{ended, false};
 }
 
-absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::PrepJobSpec& spec,
+absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::CreatePrepJobRequest& request,
                                 const PrivateControllerOptions& options, Console& console) {
   // Before there is something to stop, a signal only waits for it.
   context.interrupts->Handle([](int) {});
@@ -92,7 +96,7 @@ absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::PrepJobSpec
     console.Line(absl::StrCat("metrics: http://", controller->metrics_address(), "/metrics"));
   }
   context.interrupts->Handle([&client](int) { client->StopWatching(); });
-  auto outcome = RunJob(spec, *client, console);
+  auto outcome = RunJob(request, *client, console);
   if (!outcome.ok() && context.interrupts->taken() != 0) {
     console.Line("stopping; once more Ctrl-C ends at once");
   }
@@ -119,6 +123,7 @@ std::string NextStep(const absl::Status& status, const v1::PrepJobSpec& spec) {
              "used.";
     case absl::StatusCode::kUnavailable:
     case absl::StatusCode::kAborted:
+    case absl::StatusCode::kDeadlineExceeded:
       return absl::StrCat("Finished parts stay in ", Destination(spec),
                           "; run the same command again to resume.");
     case absl::StatusCode::kInvalidArgument:
@@ -148,10 +153,14 @@ int RunPrepare(const CliContext& context, const CliArguments& arguments) {
                  .example = "  shardprep prepare --source DeepSeek-V4-Pro --destination prepared "
                             "\\\n    --tensor-parallel-size 8"});
   SpecFlags spec_flags;
+  TimeoutFlag timeout;
   RunFlags run_flags;
+  S3CliFlags s3_flags;
   bool verbose = false;
   spec_flags.AddTo(flags);
+  timeout.AddTo(flags);
   run_flags.AddTo(flags);
+  s3_flags.AddTo(flags);
   flags.Bool("verbose", "Shows the whole log of controller and workers, not only warnings.",
              &verbose);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
@@ -161,13 +170,20 @@ int RunPrepare(const CliContext& context, const CliArguments& arguments) {
   const auto roots =
       DirectoryList(run_flags.allow_source_root, "allow-source-root", context.working_directory);
   if (!roots.ok()) return Fail(kCommand, roots.status());
+  const auto s3 = s3_flags.Connect(context, {spec->source_uri(), Destination(*spec)});
+  if (!s3.ok()) return Fail(kCommand, s3.status());
   const absl::Status device = CheckDevice(run_flags.device);
   if (!device.ok()) return Fail(kCommand, device, "--device cpu shuffles without a GPU.");
 
+  v1::CreatePrepJobRequest request;
+  request.set_prep_job_id(kJobId);
+  *request.mutable_spec() = *spec;
+  timeout.Apply(request);
   absl::StatusOr<Outcome> outcome;
   {
     Console console(kCommand, /*capture_logs=*/!verbose);
-    outcome = Prepare(context, *spec, ControllerOptionsOf(run_flags, *roots), console);
+    outcome = Prepare(context, request,
+                      ControllerOptionsOf(run_flags, *roots, *s3, s3_flags.given()), console);
   }
   const int signal = context.interrupts->taken();
   if (!outcome.ok() && signal != 0) return Interrupted(signal, *spec);

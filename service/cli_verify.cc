@@ -10,6 +10,7 @@
 #include "kernels/status_macros.h"
 #include "service/cli.h"
 #include "service/cli_console.h"
+#include "service/cli_s3.h"
 #include "service/plan_report.h"
 #include "service/progress_line.h"
 #include "workers/byte_size.h"
@@ -26,6 +27,7 @@ struct VerifyFlags {
   std::string source;
   std::string alignment_policy;
   std::string allow_source_root;
+  S3CliFlags s3;
   int64_t threads = std::max<int64_t>(1, std::thread::hardware_concurrency());
   int64_t memory_budget_bytes = int64_t{256} << 20;
 };
@@ -33,8 +35,10 @@ struct VerifyFlags {
 absl::StatusOr<VerifyReport> Verify(const CliContext& context, const VerifyFlags& flags) {
   SP_ASSIGN_OR_RETURN(const std::string uri,
                       NormalizeUri(flags.destination, context.working_directory));
-  SP_ASSIGN_OR_RETURN(const auto artifact, OpenStore(uri, {}));
+  SP_ASSIGN_OR_RETURN(const auto s3, flags.s3.Connect(context, {uri, flags.source}));
+  SP_ASSIGN_OR_RETURN(const auto artifact, OpenStore(uri, {.s3 = s3}));
   VerifyOptions options;
+  options.s3 = s3;
   options.threads = static_cast<int>(flags.threads);
   options.memory_budget_bytes = flags.memory_budget_bytes;
   SP_ASSIGN_OR_RETURN(
@@ -49,7 +53,8 @@ absl::StatusOr<VerifyReport> Verify(const CliContext& context, const VerifyFlags
                         NormalizeUri(flags.source, context.working_directory));
     SP_ASSIGN_OR_RETURN(
         source,
-        OpenStore(source_uri, {.create = false, .allowed_roots = options.allowed_source_roots}));
+        OpenStore(source_uri,
+                  {.create = false, .allowed_roots = options.allowed_source_roots, .s3 = s3}));
     options.source = source.get();
   }
   Console console(kCommand, /*capture_logs=*/false);
@@ -100,8 +105,9 @@ int RunVerify(const CliContext& context, const CliArguments& arguments) {
                             "checkpoint itself. Exits with 1 at the first difference.",
                  .example = "  shardprep verify prepared --source DeepSeek-V4-Pro"});
   VerifyFlags wish;
-  flags.Argument("DESTINATION", "Directory of the artefact.", &wish.destination);
-  flags.String("source", "DIR", "Checkpoint that it was made from.", &wish.source);
+  flags.Argument("DESTINATION", "Place of the artefact: a directory, file:// or s3:// URI.",
+                 &wish.destination);
+  flags.String("source", "URI", "Checkpoint that it was made from.", &wish.source);
   flags.Int("threads", "N", "Threads that check.", 1, 1024, &wish.threads);
   flags.Size("memory-budget", "Memory for all buffers.", &wish.memory_budget_bytes);
   flags.String("alignment-policy", "FILE",
@@ -110,6 +116,7 @@ int RunVerify(const CliContext& context, const CliArguments& arguments) {
   flags.String("allow-source-root", "DIR,...",
                "Directories that symbolic links of the source may lead into.",
                &wish.allow_source_root);
+  wish.s3.AddTo(flags);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
 
   const auto report = Verify(context, wish);

@@ -18,6 +18,10 @@ namespace {
 constexpr int kDefaultPageSize = 50;
 constexpr int kMaxPageSize = 1000;
 constexpr int kMaxRecorderQueue = 10'000;
+// Of one job, its plan's summary included: what a client may be sent is 4 MiB.
+constexpr size_t kMaxJobBytes = 2 << 20;
+constexpr absl::Duration kMinTimeout = absl::Milliseconds(1);
+constexpr absl::Duration kMaxTimeout = absl::Hours(24 * 366);
 // Of one step kind or another; the queue's own bounds keep far below it.
 constexpr int kMaxStepperQueue = 100'000;
 
@@ -31,6 +35,21 @@ absl::Status CheckJobId(const std::string& id) {
                         "prep_job_id: want 1 to 63 characters of [a-z0-9-], starting and ending "
                         "with a letter or digit"),
                     "BAD_JOB_ID");
+}
+
+absl::Status CheckTimeout(const google::protobuf::Duration& timeout) {
+  const bool good = timeout.nanos() >= 0 && timeout.nanos() < 1'000'000'000;
+  const absl::Duration value =
+      absl::Seconds(timeout.seconds()) + absl::Nanoseconds(good ? timeout.nanos() : 0);
+  if (good && value >= kMinTimeout && value <= kMaxTimeout) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("timeout: ", timeout.seconds(), " s and ", timeout.nanos(), " ns, want ",
+                   absl::FormatDuration(kMinTimeout), " to ", absl::FormatDuration(kMaxTimeout)));
+}
+
+absl::Status CheckCreate(const v1::CreatePrepJobRequest& request) {
+  SP_RETURN_IF_ERROR(CheckJobId(request.prep_job_id()));
+  return request.has_timeout() ? CheckTimeout(request.timeout()) : absl::OkStatus();
 }
 
 absl::Status Left() { return absl::CancelledError("the caller is gone"); }
@@ -105,6 +124,7 @@ Controller::~Controller() {
   planners_.Stop();
   stepper_.Stop();
   recorder_.Stop();
+  WriteRecords();
 }
 
 absl::Status Controller::Load() {
@@ -113,17 +133,15 @@ absl::Status Controller::Load() {
   {
     absl::MutexLock lock(&mu_);
     for (const JobRecord& record : records) {
-      NewJob added;
-      added.job = record.job;
-      added.destination = record.destination;
-      added.fingerprint = record.fingerprint;
-      added.rank_tasks_total = record.job.progress().rank_tasks_total();
-      added.bytes_total = record.job.progress().bytes_total();
-      added.destination_fenced = record.job.state() == v1::PrepJob::STATE_RUNNING;
-      SP_RETURN_IF_ERROR(queue_.AddJob(added));
-      if (record.job.cancel_requested() && !IsTerminal(record.job.state())) {
-        SP_RETURN_IF_ERROR(queue_.Cancel(record.job.prep_job_id()).status());
-      }
+      NewJob restored;
+      restored.job = record.job;
+      restored.destination = record.destination;
+      restored.fingerprint = record.fingerprint;
+      restored.rank_tasks_total = record.job.progress().rank_tasks_total();
+      restored.bytes_total = record.job.progress().bytes_total();
+      restored.sequence = record.sequence;
+      restored.lease_span = record.lease_span;
+      SP_RETURN_IF_ERROR(queue_.Restore(std::move(restored)));
     }
     Settle(&calls);
   }
@@ -171,21 +189,29 @@ void Controller::Create(const v1::CreatePrepJobRequest& request, IsCancelled can
                         const Done<v1::PrepJob>& done) {
   auto work = [this, request, cancelled = std::move(cancelled), done] {
     if (stopping()) return done(Stopping());
-    if (absl::Status status = CheckJobId(request.prep_job_id()); !status.ok()) return done(status);
+    if (absl::Status status = CheckCreate(request); !status.ok()) return done(status);
     absl::StatusOr<v1::PrepJobSpec> spec = backend_->Normalize(request.spec());
     if (!spec.ok()) return done(spec.status());
     auto added = std::make_shared<NewJob>();
+    if (request.has_timeout()) *added->job.mutable_timeout() = request.timeout();
     absl::StatusOr<std::optional<v1::PrepJob>> existing =
         Admit(request.prep_job_id(), *spec, cancelled, added.get());
     if (!existing.ok()) return done(existing.status());
     if (existing->has_value()) return done(**existing);
     const auto store = [this, added, cancelled, done] { done(Store(*added, cancelled)); };
-    if (!recorder_.Submit(store)) done(Stopping());
+    if (!recorder_.Submit(store)) done(RecorderRefuses());
   };
   if (planners_.Submit(std::move(work))) return;
   done(WithReason(absl::ResourceExhaustedError(absl::StrCat(
                       options_.max_waiting_plans, " plans are waiting to be made, the bound")),
                   "TOO_MANY_PLANS", {{"bound", absl::StrCat(options_.max_waiting_plans)}}));
+}
+
+absl::Status Controller::RecorderRefuses() {
+  if (stopping()) return Stopping();
+  return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                        kMaxRecorderQueue, " calls are waiting for the job store, the bound")),
+                    "TOO_MANY_CALLS", {{"bound", absl::StrCat(kMaxRecorderQueue)}});
 }
 
 absl::StatusOr<std::optional<v1::PrepJob>> Controller::Existing(const std::string& job_id,
@@ -221,6 +247,10 @@ absl::StatusOr<std::optional<v1::PrepJob>> Controller::Admit(const std::string& 
   for (const RegionTasks& region : facts.regions) {
     added->rank_tasks_total += static_cast<int32_t>(region.ranks.size());
     added->bytes_total += region.bytes_per_rank * static_cast<int64_t>(region.ranks.size());
+  }
+  if (added->job.ByteSizeLong() > kMaxJobBytes) {
+    return absl::InvalidArgumentError(absl::StrCat("spec and plan take ", added->job.ByteSizeLong(),
+                                                   " bytes, at most ", kMaxJobBytes));
   }
   if (cancelled()) return Left();
   SP_ASSIGN_OR_RETURN(const InspectedDestination found, planned->Inspect());
@@ -258,16 +288,24 @@ absl::StatusOr<v1::PrepJob> Controller::Store(NewJob added, const IsCancelled& c
       google::protobuf::util::TimeUtil::NanosecondsToTimestamp(absl::ToUnixNanos(clock_->Wall()));
   *added.job.mutable_create_time() = now;
   if (IsTerminal(added.job.state())) *added.job.mutable_end_time() = now;
-  JobRecord record{added.job, added.destination, added.fingerprint};
+  JobRecord record;
+  record.job = added.job;
+  record.destination = added.destination;
+  record.fingerprint = added.fingerprint;
   if (record.job.state() == v1::PrepJob::STATE_UNSPECIFIED) {
     record.job.set_state(v1::PrepJob::STATE_PENDING);
   }
   record.job.mutable_progress()->set_rank_tasks_total(added.rank_tasks_total);
   record.job.mutable_progress()->set_bytes_total(added.bytes_total);
+  bool forget_first = false;
   {
     absl::MutexLock lock(&mu_);
     SP_RETURN_IF_ERROR(queue_.CheckJob(added));
+    record.sequence = queue_.next_sequence();
+    // The id may be one that was dropped a moment ago.
+    forget_first = evicted_.count(added.job.prep_job_id()) != 0;
   }
+  if (forget_first) WriteRecords();
   SP_RETURN_IF_ERROR(store_->Insert(record));
   Calls calls;
   absl::StatusOr<JobView> view;
@@ -286,6 +324,7 @@ absl::StatusOr<v1::PrepJob> Controller::Store(NewJob added, const IsCancelled& c
 }
 
 void Controller::Cancel(const std::string& job_id, const Done<v1::PrepJob>& done) {
+  if (absl::Status status = CheckJobId(job_id); !status.ok()) return done(status);
   auto work = [this, job_id, done] {
     Calls calls;
     absl::StatusOr<v1::PrepJob> job;
@@ -298,10 +337,11 @@ void Controller::Cancel(const std::string& job_id, const Done<v1::PrepJob>& done
     WriteRecords();
     done(std::move(job));
   };
-  if (!recorder_.Submit(std::move(work))) done(Stopping());
+  if (!recorder_.Submit(std::move(work))) done(RecorderRefuses());
 }
 
 absl::StatusOr<JobView> Controller::Get(const std::string& job_id) {
+  SP_RETURN_IF_ERROR(CheckJobId(job_id));
   absl::MutexLock lock(&mu_);
   return queue_.Get(job_id);
 }
@@ -342,6 +382,7 @@ absl::StatusOr<v1::ManifestReference> Controller::GetManifest(const std::string&
 
 absl::Status Controller::Observe(const std::string& job_id,
                                  const std::shared_ptr<JobObserver>& observer) {
+  SP_RETURN_IF_ERROR(CheckJobId(job_id));
   absl::MutexLock lock(&mu_);
   if (streams_ended_) return Stopping();
   SP_RETURN_IF_ERROR(queue_.Get(job_id).status());
@@ -397,7 +438,9 @@ void Controller::RunStep(const JobStep& step) {
   } else if (step.kind == JobStep::Kind::kCommit) {
     manifest = (*plan)->Commit();
   } else {
-    removed = (*plan)->RemoveOutput();
+    // A job of an earlier controller has not claimed it yet.
+    removed = (*plan)->ClaimDestination();
+    if (removed.ok()) removed = (*plan)->RemoveOutput();
   }
   Calls calls;
   {
@@ -411,23 +454,45 @@ void Controller::RunStep(const JobStep& step) {
 }
 
 // On the recorder's thread: that the job runs is durable before its first lease is given, since
-// after a restart only jobs that were running wait for the fence.
+// after a restart only jobs whose record says that leases may be open wait for the fence.
 void Controller::FinishStart(const std::string& job_id, absl::StatusOr<StartedJob> started) {
+  absl::Status recorded;
   if (started.ok() && !started->complete.has_value()) {
-    absl::StatusOr<JobRecord> record = RecordOf(job_id);
-    if (record.ok()) {
-      record->job.set_state(v1::PrepJob::STATE_RUNNING);
-      if (absl::Status status = store_->Update(*record); !status.ok()) started = status;
+    if (absl::StatusOr<JobView> view = Get(job_id); view.ok()) {
+      JobRecord record = RecordOf(*std::move(view));
+      record.job.set_state(v1::PrepJob::STATE_RUNNING);
+      record.lease_span = std::max(record.lease_span, options_.queue.LeaseSpan());
+      recorded = store_->Update(record);
     }
+  }
+  // No space or a passing fault of the store is no fault of the job.
+  const bool postponed = absl::IsResourceExhausted(recorded) || absl::IsUnavailable(recorded);
+  if (!recorded.ok()) {
+    Log(LogLevel::kError, "controller", "job not recorded as running",
+        {{"job", job_id}, {"status", recorded}, {"postponed", postponed}});
+    started = recorded;
   }
   Calls calls;
   {
     absl::MutexLock lock(&mu_);
     --steps_;
-    queue_.StartFinished(job_id, std::move(started));
+    // Planned anew when it is tried again: the plan is large, and what it saw may change.
+    if (!started.ok()) DropPlan(job_id);
+    if (postponed) {
+      queue_.StartPostponed(job_id);
+    } else {
+      queue_.StartFinished(job_id, std::move(started));
+    }
     Settle(&calls);
   }
   RunAll(calls);
+}
+
+void Controller::DropPlan(const std::string& job_id) {
+  const auto plan = plans_.find(job_id);
+  if (plan == plans_.end()) return;
+  plan->second->ReleaseDestination();
+  plans_.erase(plan);
 }
 
 // The plan of an unfinished job; made again for jobs that an earlier controller started.
@@ -455,9 +520,9 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
   started.source_token = plan->facts().source_token;
   // Before looking: what is seen there must hold until the job writes.
   SP_RETURN_IF_ERROR(plan->ClaimDestination());
-  SP_ASSIGN_OR_RETURN(InspectedDestination found, plan->Inspect());
-  started.complete = std::move(found.complete);
-  started.regions = std::move(found.regions);
+  SP_ASSIGN_OR_RETURN(const InspectedDestination found, plan->Inspect());
+  started.complete = found.complete;
+  started.regions = found.regions;
   started.ranks_per_lease = [plan](int64_t budget) { return plan->RanksPerLease(budget); };
   if (started.complete.has_value()) {
     // A controller may have died between publishing the manifest and removing the journal.
@@ -468,6 +533,8 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
     return started;
   }
   SP_RETURN_IF_ERROR(plan->ClearLeftovers());
+  // Others may have filled the place since the job was created.
+  SP_RETURN_IF_ERROR(plan->CheckRoom(found));
   return started;
 }
 
@@ -581,17 +648,9 @@ void Controller::Settle(Calls* calls) {
     for (const std::string& id : changes.changed) Notify(id, calls);
     unrecorded_.insert(changes.recorded.begin(), changes.recorded.end());
     evicted_.insert(changes.evicted.begin(), changes.evicted.end());
-    if (!changes.recorded.empty() || !changes.evicted.empty()) {
-      recorder_.Submit([this] { WriteRecords(); });
-    }
+    if (!changes.recorded.empty() || !changes.evicted.empty()) SubmitRecords();
     for (const QueueEvent& event : changes.events) {
-      if (event.kind == QueueEvent::Kind::kJobFinished) {
-        const auto plan = plans_.find(event.job_id);
-        if (plan != plans_.end()) {
-          plan->second->ReleaseDestination();
-          plans_.erase(plan);
-        }
-      }
+      if (event.kind == QueueEvent::Kind::kJobFinished) DropPlan(event.job_id);
       if (event.kind == QueueEvent::Kind::kWorkerLeft && silent_worker_handler_) {
         calls->push_back([handler = silent_worker_handler_, id = event.worker_id] { handler(id); });
       }
@@ -644,19 +703,27 @@ void Controller::Report(const QueueEvent& event) const {
   }
 }
 
-absl::StatusOr<JobRecord> Controller::RecordOf(const std::string& job_id) {
-  SP_ASSIGN_OR_RETURN(JobView view, Get(job_id));
+JobRecord Controller::RecordOf(JobView view) {
   JobRecord record;
   if (view.job.spec().targets_size() > 0) {
     record.destination = view.job.spec().targets(0).destination_uri();
   }
   record.fingerprint = view.job.plan().layout_fingerprint();
+  record.sequence = view.sequence;
+  record.lease_span = view.lease_span;
   record.job = std::move(view.job);
   return record;
 }
 
-// On the recorder's thread. A record that cannot be written stays due and is tried again with the
-// next change: the job's own course does not depend on it.
+void Controller::SubmitRecords() {
+  if (records_submitted_ || (unrecorded_.empty() && evicted_.empty())) return;
+  // Refused while stopping, when what is due is written once more by the destructor, and when the
+  // recorder is behind: the next tick submits it then.
+  records_submitted_ = recorder_.Submit([this] { WriteRecords(); });
+}
+
+// On the recorder's thread. A record that cannot be written stays due and is tried again: the job's
+// own course does not depend on it.
 void Controller::WriteRecords() {
   std::set<std::string> due;
   std::set<std::string> evicted;
@@ -664,21 +731,29 @@ void Controller::WriteRecords() {
     absl::MutexLock lock(&mu_);
     due.swap(unrecorded_);
     evicted.swap(evicted_);
+    records_submitted_ = false;
   }
+  std::set<std::string> failed;
   for (const std::string& id : due) {
-    const absl::StatusOr<JobRecord> record = RecordOf(id);
-    if (!record.ok()) continue;  // evicted meanwhile
-    const absl::Status status = store_->Update(*record);
+    absl::StatusOr<JobView> view = Get(id);
+    if (!view.ok()) continue;  // evicted meanwhile
+    const absl::Status status = store_->Update(RecordOf(*std::move(view)));
     if (status.ok()) continue;
     Log(LogLevel::kError, "controller", "job not recorded", {{"job", id}, {"status", status}});
-    absl::MutexLock lock(&mu_);
-    unrecorded_.insert(id);
+    failed.insert(id);
   }
+  std::set<std::string> kept;
   for (const std::string& id : evicted) {
-    if (absl::Status status = store_->Remove(id); !status.ok()) {
-      Log(LogLevel::kError, "controller", "job not forgotten", {{"job", id}, {"status", status}});
-    }
+    const absl::Status status = store_->Remove(id);
+    if (status.ok()) continue;
+    Log(LogLevel::kError, "controller", "job not forgotten", {{"job", id}, {"status", status}});
+    kept.insert(id);
   }
+  if (failed.empty() && kept.empty()) return;
+  absl::MutexLock lock(&mu_);
+  unrecorded_.merge(failed);
+  evicted_.merge(kept);
+  records_not_before_ = clock_->Monotonic() + options_.record_retry;
 }
 
 void Controller::Tick() {
@@ -691,6 +766,7 @@ void Controller::Tick() {
     // Tasks that waited for their next attempt, and calls that were held long enough.
     AnswerPolls(&calls);
     Settle(&calls);
+    if (records_not_before_ <= clock_->Monotonic()) SubmitRecords();
     stats = queue_.Stats();
   }
   metrics_->SetStats(stats);

@@ -39,6 +39,8 @@ struct ControllerOptions {
   int step_threads = 2;
   int max_observers = 1000;
   absl::Duration tick = absl::Milliseconds(250);
+  // Between attempts at records that the job store did not take.
+  absl::Duration record_retry = absl::Seconds(5);
   // Longest time that an idle worker's call is held.
   absl::Duration poll = absl::Seconds(10);
   // Budget for the figures of a plan when the caller names none.
@@ -62,7 +64,8 @@ class Controller {
 
   // Everything passed in must outlive the controller. `new_id` returns ids that no other process
   // returns. Jobs of the store that are not finished are queued again; those that were running
-  // wait until leases given by the earlier controller cannot be open any more.
+  // wait until leases given by the earlier controller cannot be open any more: the lease duration
+  // and margin that it had, from now.
   static absl::StatusOr<std::unique_ptr<Controller>> Start(const ControllerOptions& options,
                                                            const Clock* clock, JobBackend* backend,
                                                            JobStore* store,
@@ -78,6 +81,8 @@ class Controller {
             const Done<v1::PlanSummary>& done);
   void Create(const v1::CreatePrepJobRequest& request, IsCancelled cancelled,
               const Done<v1::PrepJob>& done);
+  // The cancel holds although its record may still have to be written when the job store fails;
+  // it is written as soon as that can be.
   void Cancel(const std::string& job_id, const Done<v1::PrepJob>& done);
   absl::StatusOr<JobView> Get(const std::string& job_id);
   absl::StatusOr<v1::ListPrepJobsResponse> List(const v1::ListPrepJobsRequest& request);
@@ -144,7 +149,10 @@ class Controller {
   void RunStep(const JobStep& step);
   absl::StatusOr<StartedJob> StartJob(const std::string& job_id);
   void FinishStart(const std::string& job_id, absl::StatusOr<StartedJob> started);
-  absl::StatusOr<JobRecord> RecordOf(const std::string& job_id);
+  static JobRecord RecordOf(JobView view);
+  void DropPlan(const std::string& job_id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Why the recorder took no more.
+  absl::Status RecorderRefuses();
   absl::StatusOr<std::shared_ptr<PlannedJob>> PlanOf(const std::string& job_id);
 
   // Carries on with whatever the queue's last changes ask for.
@@ -152,6 +160,7 @@ class Controller {
   void AnswerPolls(Calls* calls) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Notify(const std::string& job_id, Calls* calls) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Report(const QueueEvent& event) const;
+  void SubmitRecords() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void WriteRecords();
 
   const ControllerOptions options_;
@@ -168,6 +177,8 @@ class Controller {
   std::multimap<std::string, std::weak_ptr<JobObserver>> observers_ ABSL_GUARDED_BY(mu_);
   std::set<std::string> unrecorded_ ABSL_GUARDED_BY(mu_);
   std::set<std::string> evicted_ ABSL_GUARDED_BY(mu_);
+  bool records_submitted_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Duration records_not_before_ ABSL_GUARDED_BY(mu_) = -absl::InfiniteDuration();
   std::function<void(const std::string&)> silent_worker_handler_ ABSL_GUARDED_BY(mu_);
   int steps_ ABSL_GUARDED_BY(mu_) = 0;
   bool leasing_stopped_ ABSL_GUARDED_BY(mu_) = false;

@@ -8,7 +8,7 @@
 // 4. Local workers are ended and reaped, while they can still report that they hold nothing.
 // 5. Watches and held calls end with UNAVAILABLE, so that clients open them elsewhere.
 // 6. The server stops: calls in hand may end by themselves, then they are cancelled.
-// 7. Threads are joined, the metrics port closes last.
+// 7. Threads are joined, the state directory is let go, the metrics port closes last.
 #include "service/controller_host.h"
 
 #include <prometheus/registry.h>
@@ -30,6 +30,7 @@
 #include "service/local_workers.h"
 #include "service/prep_backend.h"
 #include "service/server.h"
+#include "service/sqlite_job_store.h"
 #include "workers/clock.h"
 #include "workers/log.h"
 #include "workers/metrics_http.h"
@@ -65,10 +66,11 @@ class Host : public ControllerHost {
   absl::Status Start() {
     SP_RETURN_IF_ERROR(CheckNumbers());
     SP_RETURN_IF_ERROR(CheckAllowLists());
-    SP_ASSIGN_OR_RETURN(backend_,
-                        MakePrepBackend({.allow_source = options_.allow_source,
-                                         .allow_destination = options_.allow_destination,
-                                         .allow_source_root = options_.allow_source_root}));
+    SP_ASSIGN_OR_RETURN(backend_, MakePrepBackend({.allow_source = options_.allow_source,
+                                                   .allow_destination = options_.allow_destination,
+                                                   .allow_source_root = options_.allow_source_root,
+                                                   .s3 = options_.s3}));
+    SP_RETURN_IF_ERROR(OpenStore());
     SP_RETURN_IF_ERROR(StartController());
     SP_ASSIGN_OR_RETURN(server_, Server::Start({.listen = options_.listen,
                                                 .security = options_.security,
@@ -112,6 +114,7 @@ class Host : public ControllerHost {
     if (server_ != nullptr) server_->Shutdown(Left(deadline));
     // Joins the threads that may still be in the handler; only then may the workers' object go.
     controller_.reset();
+    store_.reset();
     workers_.reset();
     metrics_server_.reset();
     Log(LogLevel::kInfo, "controller", "drained");
@@ -145,6 +148,16 @@ class Host : public ControllerHost {
     return absl::OkStatus();
   }
 
+  absl::Status OpenStore() {
+    if (options_.state_directory.empty()) {
+      store_ = std::make_unique<MemoryJobStore>();
+      return absl::OkStatus();
+    }
+    SP_ASSIGN_OR_RETURN(store_, OpenSqliteJobStore({.directory = options_.state_directory,
+                                                    .file_system_type = nullptr}));
+    return absl::OkStatus();
+  }
+
   absl::Status StartController() {
     ControllerOptions options;
     options.queue.build = ThisBuild();
@@ -156,8 +169,9 @@ class Host : public ControllerHost {
     if (options_.local_workers > 0) {
       options.worker_memory_budget_bytes = options_.memory_budget_bytes;
     }
-    SP_ASSIGN_OR_RETURN(controller_, Controller::Start(options, &clock_, backend_.get(), &store_,
-                                                       &metrics_, [] { return RandomId(); }));
+    SP_ASSIGN_OR_RETURN(controller_,
+                        Controller::Start(options, &clock_, backend_.get(), store_.get(), &metrics_,
+                                          [] { return RandomId(); }));
     return absl::OkStatus();
   }
 
@@ -179,6 +193,13 @@ class Host : public ControllerHost {
     if (!options_.allow_source_root.empty()) {
       workers.arguments.push_back(
           absl::StrCat("--allow_source_root=", absl::StrJoin(options_.allow_source_root, ",")));
+    }
+    const S3Flags& s3 = options_.s3_flags;
+    for (const auto& [name, value] :
+         {std::pair("endpoint", s3.endpoint), std::pair("region", s3.region),
+          std::pair("addressing", s3.addressing), std::pair("ca_bundle", s3.ca_bundle),
+          std::pair("payload", s3.payload)}) {
+      if (!value.empty()) workers.arguments.push_back(absl::StrCat("--s3_", name, "=", value));
     }
     const TlsFiles& tls = options_.security.tls;
     if (!tls.certificate.empty()) {
@@ -211,7 +232,7 @@ class Host : public ControllerHost {
   const ControllerHostOptions options_;
   const std::string instance_;
   const SystemClock clock_;
-  MemoryJobStore store_;
+  std::unique_ptr<JobStore> store_;
   const std::shared_ptr<prometheus::Registry> registry_;
   ControllerMetrics metrics_;
   std::unique_ptr<JobBackend> backend_;

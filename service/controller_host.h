@@ -10,8 +10,11 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "workers/grpc_channel.h"
+#include "workers/s3/s3_options.h"
 
 namespace shardprep {
+
+class S3Connection;
 
 struct ControllerHostOptions {
   // Addresses to listen on; a port 0 is chosen by the system.
@@ -27,6 +30,11 @@ struct ControllerHostOptions {
   // Directories that symbolic links inside a source may lead into.
   std::vector<std::string> allow_source_root;
 
+  // For s3:// URIs (workers/open_store.h), and the flags that make local workers reach S3 the same
+  // way; they inherit the environment.
+  std::shared_ptr<S3Connection> s3;
+  S3Flags s3_flags;
+
   int local_workers = 0;
   std::string worker_program;  // empty: shardprep-worker beside the own binary
   std::string device = "auto";
@@ -34,6 +42,9 @@ struct ControllerHostOptions {
   // Budget of each local worker, and for the figures of plans.
   int64_t memory_budget_bytes = int64_t{512} << 20;
 
+  // Where jobs are kept (service/sqlite_job_store.h), so that they outlive the process. Empty: in
+  // memory.
+  std::string state_directory;
   absl::Duration lease_duration = absl::Seconds(60);
   int max_queued_jobs = 1000;
   int max_finished_jobs = 1000;
@@ -41,6 +52,8 @@ struct ControllerHostOptions {
 
 class ControllerHost {
  public:
+  // Errors of OpenSqliteJobStore(), MakePrepBackend() and Server::Start(); INVALID_ARGUMENT naming
+  // the number that is out of its range.
   static absl::StatusOr<std::unique_ptr<ControllerHost>> Start(
       const ControllerHostOptions& options);
   // Drain(absl::ZeroDuration()).

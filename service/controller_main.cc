@@ -1,19 +1,26 @@
 // shardprep-controller: composes a controller from its flags and runs it until SIGTERM or SIGINT.
 #include <signal.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "kernels/status_macros.h"
 #include "service/controller_host.h"
 #include "workers/byte_size.h"
 #include "workers/log.h"
+#include "workers/s3/s3_client.h"
+#include "workers/s3/s3_options.h"
 
 ABSL_FLAG(std::vector<std::string>, listen, std::vector<std::string>({"127.0.0.1:7070"}),
           "Addresses to listen on: host:port or unix:/path.");
@@ -31,25 +38,57 @@ ABSL_FLAG(std::vector<std::string>, allow_destination, {},
           "Directories or s3:// prefixes that jobs may write; needed off loopback.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
           "Directories that symbolic links inside a source may lead into.");
+ABSL_FLAG(
+    std::string, s3_endpoint, "",
+    "S3 endpoint, http(s)://host[:port]. Default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else "
+    "that of AWS.");
+ABSL_FLAG(std::string, s3_region, "", "S3 region. Default: AWS_REGION, AWS_DEFAULT_REGION.");
+ABSL_FLAG(std::string, s3_addressing, "",
+          "Where the bucket stands in S3 requests: path or virtual (in the host name).");
+ABSL_FLAG(std::string, s3_ca_bundle, "",
+          "PEM certificates that sign the S3 endpoint's. Default: AWS_CA_BUNDLE, the system's.");
+ABSL_FLAG(
+    std::string, s3_payload, "",
+    "signed (default) or unsigned: hash payloads before they are sent. Unsigned over TLS only.");
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
 ABSL_FLAG(std::string, device, "auto", "Device of the local workers: auto, cpu or hip.");
 ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
 ABSL_FLAG(std::string, memory_budget, "512MiB",
           "Memory that the buffers of each local worker may take; also what plans assume.");
+ABSL_FLAG(std::string, state_dir, "",
+          "Directory in which jobs outlive the controller; on a local file system, and this "
+          "controller's alone. Empty: jobs are forgotten at its end.");
 ABSL_FLAG(absl::Duration, lease_duration, absl::Seconds(60),
           "Time for which a worker may write without being heard of; at least 20s.");
 ABSL_FLAG(int, max_queued_jobs, 1000, "Unfinished jobs that are kept at most.");
 ABSL_FLAG(int, max_finished_jobs, 1000, "Finished jobs that are remembered at most.");
 ABSL_FLAG(std::string, log_level, "info", "Least level that is logged: info, warning or error.");
 ABSL_FLAG(absl::Duration, drain_grace, absl::Seconds(25),
-          "Time between SIGTERM and the end at most.");
+          "Time between SIGTERM and the end at most; a second SIGTERM ends at once.");
 
 namespace shardprep {
 namespace {
 
+// After the grace time a drain has nothing to wait for but calls into the system.
+constexpr absl::Duration kHungDrain = absl::Seconds(10);
+constexpr absl::Duration kMaxDrainGrace = absl::Hours(24);
+
 int Fail(const absl::Status& status) {
   Log(LogLevel::kError, "controller", "cannot start", {{"status", status}});
   return 1;
+}
+
+S3Flags S3FlagsGiven() {
+  return {.endpoint = absl::GetFlag(FLAGS_s3_endpoint),
+          .region = absl::GetFlag(FLAGS_s3_region),
+          .addressing = absl::GetFlag(FLAGS_s3_addressing),
+          .ca_bundle = absl::GetFlag(FLAGS_s3_ca_bundle),
+          .payload = absl::GetFlag(FLAGS_s3_payload)};
+}
+
+std::optional<std::string> Environment(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
 }
 
 absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
@@ -67,13 +106,25 @@ absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
   options.allow_source = absl::GetFlag(FLAGS_allow_source);
   options.allow_destination = absl::GetFlag(FLAGS_allow_destination);
   options.allow_source_root = absl::GetFlag(FLAGS_allow_source_root);
+  options.s3_flags = S3FlagsGiven();
+  SP_ASSIGN_OR_RETURN(const S3Options s3, MakeS3Options(options.s3_flags, Environment));
+  SP_ASSIGN_OR_RETURN(options.s3, ConnectS3(s3));
   options.local_workers = absl::GetFlag(FLAGS_local_workers);
   options.device = absl::GetFlag(FLAGS_device);
   options.worker_threads = absl::GetFlag(FLAGS_threads);
+  options.state_directory = absl::GetFlag(FLAGS_state_dir);
   options.lease_duration = absl::GetFlag(FLAGS_lease_duration);
   options.max_queued_jobs = absl::GetFlag(FLAGS_max_queued_jobs);
   options.max_finished_jobs = absl::GetFlag(FLAGS_max_finished_jobs);
   return options;
+}
+
+absl::Status CheckDrainGrace() {
+  const absl::Duration grace = absl::GetFlag(FLAGS_drain_grace);
+  if (grace >= absl::ZeroDuration() && grace <= kMaxDrainGrace) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("--drain_grace: ", absl::FormatDuration(grace),
+                                                 ", want 0 to ",
+                                                 absl::FormatDuration(kMaxDrainGrace)));
 }
 
 int Main() {
@@ -86,10 +137,15 @@ int Main() {
   const absl::StatusOr<LogLevel> level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
   if (!level.ok()) return Fail(level.status());
   SetLeastLogLevel(*level);
+  if (absl::Status status = CheckDrainGrace(); !status.ok()) return Fail(status);
   const absl::StatusOr<ControllerHostOptions> options = OptionsFromFlags();
   if (!options.ok()) return Fail(options.status());
   const absl::StatusOr<std::unique_ptr<ControllerHost>> host = ControllerHost::Start(*options);
   if (!host.ok()) return Fail(host.status());
+  if (options->state_directory.empty()) {
+    Log(LogLevel::kWarning, "controller",
+        "jobs are kept in memory and forgotten at the end: --state_dir names a place for them");
+  }
   // For whoever started us with port 0.
   for (const std::string& address : (*host)->addresses()) {
     std::printf("listening on %s\n", address.c_str());
@@ -100,7 +156,12 @@ int Main() {
   std::fflush(stdout);
   int signal = 0;
   sigwait(&endings, &signal);
-  (*host)->Drain(absl::GetFlag(FLAGS_drain_grace));
+  // From here on either signal ends the process at once, as does a drain that hangs, say in I/O
+  // that never returns: nothing that is durable depends on an orderly end.
+  const absl::Duration grace = absl::GetFlag(FLAGS_drain_grace);
+  pthread_sigmask(SIG_UNBLOCK, &endings, nullptr);
+  ::alarm(static_cast<unsigned>(absl::ToInt64Seconds(grace + kHungDrain)));
+  (*host)->Drain(grace);
   return 0;
 }
 

@@ -3,8 +3,9 @@
 // 1. A job is PENDING until its start step has planned it again; then it is RUNNING and its rank
 //    tasks can be leased; when all are done and no lease is open, its commit step publishes it.
 //    Jobs start in order of creation, except those that must wait: a job never starts while
-//    another unfinished job that has been started has its destination, nor behind the fence of an
-//    earlier controller there.
+//    another unfinished job that has been started has its destination, nor before the fence of an
+//    earlier controller there has passed. So of two jobs with one fingerprint and destination the
+//    second finds the work of the first.
 // 2. A lease names one region and as many of its open ranks as fit the worker. A worker holds one
 //    lease. It may write until (sending of its call) + duration - margin on its own clock; here the
 //    lease is open until (answer to that call) + duration + margin, or until its end is reported,
@@ -15,22 +16,31 @@
 // 4. A failed attempt counts against each rank task that the lease leaves undone. UNAVAILABLE,
 //    ABORTED, RESOURCE_EXHAUSTED and the death or silence of the worker allow another attempt, up
 //    to the limit; then, or at once for any other code, the job fails with the first cause of that
-//    task. Leases that a draining or stopped worker gives back do not count.
-// 5. A job that fails or is cancelled stops: its leases are withdrawn, and it reaches its final
-//    state when the last of them is closed. `error` and `cancel_requested` show why before that.
-//    A cancelled job that ever held a lease has its output removed first. A cancel that comes
-//    during the commit loses when the commit succeeds: others may have seen the manifest.
+//    task. RESOURCE_EXHAUSTED with reason NO_SPACE is final too: a full disk is the operator's to
+//    empty, and what was finished is resumed then. Leases that a draining or stopped worker gives
+//    back do not count.
+// 5. A job that fails, is cancelled or runs out of time stops: its leases are withdrawn, and it
+//    reaches its final state when the last of them is closed, those of an earlier controller
+//    included. `error` and `cancel_requested` show why before that. A cancelled job that ever held
+//    a lease has its output removed first; a failed one keeps what it finished. A cancel or a
+//    deadline that comes during the commit loses when the commit succeeds: others may have seen the
+//    manifest.
 // 6. Reports of leases that are not open, or not the reporting worker's, are ignored: they are
-//    late, and what they say has been decided already.
+//    late, and what they say has been decided already. A worker that says that it holds one is
+//    told to stop it, and gets no other before it has: so do those that an earlier controller
+//    leased to.
+// 7. Leases are given to running jobs in order of creation. A job with a failed attempt goes behind
+//    all that run at that time, so that a job that fails or loses its workers holds up no other,
+//    and jobs that come later do not hold up it.
 #include "service/job_queue.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "google/protobuf/util/time_util.h"
 #include "kernels/status_macros.h"
 #include "workers/grpc_status.h"
@@ -44,12 +54,44 @@ constexpr int64_t kMaxPageBytes = 1 << 20;
 constexpr size_t kMaxWorkerIdSize = 128;
 constexpr int kMaxReports = 16;
 constexpr int kMaxReportedRanks = 4096;
-constexpr int kMaxReportedStages = 16;
-constexpr char kPagePrefix[] = "before-";
+constexpr size_t kMaxReportedStages = 16;
+constexpr size_t kMaxStageNameSize = 32;
+constexpr size_t kMaxDeviceSize = 64;
+constexpr size_t kMaxReportedErrorBytes = 64 << 10;
 
-bool AllowsAnotherAttempt(absl::StatusCode code) {
-  return code == absl::StatusCode::kUnavailable || code == absl::StatusCode::kAborted ||
-         code == absl::StatusCode::kResourceExhausted;
+bool AllowsAnotherAttempt(const absl::Status& status) {
+  if (absl::IsResourceExhausted(status)) return ReasonOf(status).reason != "NO_SPACE";
+  return absl::IsUnavailable(status) || absl::IsAborted(status);
+}
+
+constexpr size_t kMaxTokenSize = 64;
+
+// "before-<sequence>-<states>": the page before that job of the list of those states.
+int64_t StatesMask(const std::set<v1::PrepJob::State>& states) {
+  int64_t mask = 0;
+  for (const v1::PrepJob::State state : states) mask |= int64_t{1} << state;
+  return mask;
+}
+
+std::string PageToken(int64_t before, int64_t mask) {
+  return absl::StrCat("before-", before, "-", mask);
+}
+
+absl::StatusOr<int64_t> ParsePageToken(const std::string& token, int64_t mask) {
+  const std::vector<std::string> words = absl::StrSplit(token.substr(0, kMaxTokenSize), '-');
+  int64_t before = 0;
+  int64_t made_for = 0;
+  if (words.size() != 3 || !absl::SimpleAtoi(words[1], &before) ||
+      !absl::SimpleAtoi(words[2], &made_for) || before < 1 ||
+      PageToken(before, made_for) != token) {
+    return WithReason(absl::InvalidArgumentError("page_token: not from an earlier answer"),
+                      "BAD_PAGE_TOKEN");
+  }
+  if (made_for != mask) {
+    return WithReason(absl::InvalidArgumentError("page_token: from an answer for other states"),
+                      "BAD_PAGE_TOKEN");
+  }
+  return before;
 }
 
 google::protobuf::Timestamp ToTimestamp(absl::Time time) {
@@ -58,6 +100,14 @@ google::protobuf::Timestamp ToTimestamp(absl::Time time) {
 
 google::protobuf::Duration ToDuration(absl::Duration duration) {
   return TimeUtil::NanosecondsToDuration(absl::ToInt64Nanoseconds(duration));
+}
+
+absl::Time FromTimestamp(const google::protobuf::Timestamp& time) {
+  return absl::FromUnixSeconds(time.seconds()) + absl::Nanoseconds(time.nanos());
+}
+
+absl::Duration FromDuration(const google::protobuf::Duration& duration) {
+  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
 }
 
 // `status` with a message in front, its reason kept.
@@ -81,6 +131,12 @@ bool IsWorkerId(const std::string& id) {
   });
 }
 
+bool IsStageName(const std::string& name) {
+  return !name.empty() && name.size() <= kMaxStageNameSize &&
+         std::all_of(name.begin(), name.end(),
+                     [](char c) { return (c >= 'a' && c <= 'z') || c == '_'; });
+}
+
 absl::Status CheckBuild(const v1::WorkerBuild& want, const v1::WorkerBuild& found) {
   const auto mismatch = [](const char* what, const std::string& w, const std::string& f) {
     return WithReason(absl::FailedPreconditionError(absl::StrCat("worker build: ", what, " is \"",
@@ -101,6 +157,18 @@ absl::Status CheckBuild(const v1::WorkerBuild& want, const v1::WorkerBuild& foun
 
 }  // namespace
 
+enum class JobQueue::Phase : int {
+  kPending,
+  kStarting,
+  kLeasing,
+  kStopping,  // failed or cancelled, leases still open
+  kCommitDue,
+  kCommitting,
+  kRemoveDue,
+  kRemoving,
+  kFinished,
+};
+
 struct JobQueue::Task {
   enum class State { kOpen, kLeased, kDone };
   int32_t rank = 0;
@@ -117,30 +185,27 @@ struct JobQueue::Region {
 };
 
 struct JobQueue::Job {
-  enum class Phase {
-    kPending,
-    kStarting,
-    kLeasing,
-    kStopping,  // failed or cancelled, leases still open
-    kCommitDue,
-    kCommitting,
-    kRemoveDue,
-    kRemoving,
-    kFinished,
-  };
   int64_t sequence = 0;
   int64_t version = 1;
   Phase phase = Phase::kPending;
-  v1::PrepJob proto;  // without progress, which is counted below
+  // Without progress, which is counted below, and without what lists leave out: that is kept apart.
+  v1::PrepJob proto;
+  std::unique_ptr<v1::PlanSummary> plan;
+  std::string policy_json;
+  int64_t bytes = 0;  // serialised, as added
   std::string destination;
   std::string fingerprint;
   std::string source_token;
-  absl::Duration created;  // monotonic
+  absl::Duration created;  // these three monotonic
+  absl::Duration deadline = absl::InfiniteDuration();
+  absl::Duration fenced_until = -absl::InfiniteDuration();  // leases of an earlier controller
+  absl::Duration lease_span;
+  int64_t turn = 0;
   std::function<absl::StatusOr<int32_t>(int64_t)> ranks_per_lease;
   std::vector<Region> regions;
   size_t first_open_region = 0;  // those before it are done
   std::set<std::string> leases;
-  bool leased_ever = false;
+  bool leased_ever = false;  // perhaps, when an earlier controller had it running
   absl::Status error;
   int step_attempts = 0;
   absl::Duration step_not_before = -absl::InfiniteDuration();
@@ -157,6 +222,12 @@ struct JobQueue::Job {
   std::string device;
 
   bool started() const { return phase != Phase::kPending && phase != Phase::kFinished; }
+
+  v1::PrepJobSpec Spec() const {
+    v1::PrepJobSpec spec = proto.spec();
+    if (!policy_json.empty()) spec.set_alignment_policy_json(policy_json);
+    return spec;
+  }
 };
 
 struct JobQueue::Lease {
@@ -214,6 +285,13 @@ absl::Status JobQueue::CheckJob(const NewJob& job) const {
                           "the queue holds ", unfinished_.size(), " unfinished jobs, its bound")),
                       "QUEUE_FULL", {{"bound", absl::StrCat(options_.max_unfinished_jobs)}});
   }
+  const auto bytes = static_cast<int64_t>(job.job.ByteSizeLong());
+  if (unfinished_bytes_ + bytes > options_.max_job_bytes) {
+    return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                          "unfinished jobs and this one take ", unfinished_bytes_ + bytes,
+                          " bytes, the bound is ", options_.max_job_bytes)),
+                      "QUEUE_FULL", {{"bound", absl::StrCat(options_.max_job_bytes)}});
+  }
   for (const auto& [sequence, other] : unfinished_) {
     if (other->destination != job.destination || other->fingerprint == job.fingerprint) continue;
     const std::string& other_id = other->proto.prep_job_id();
@@ -226,46 +304,123 @@ absl::Status JobQueue::CheckJob(const NewJob& job) const {
   return absl::OkStatus();
 }
 
-absl::Status JobQueue::AddJob(NewJob added) {
-  SP_RETURN_IF_ERROR(CheckJob(added));
+// Sets what every job has, whatever its state.
+JobQueue::Job& JobQueue::Enter(NewJob added, int64_t sequence) {
   auto owned = std::make_unique<Job>();
   Job& job = *owned;
-  job.sequence = next_sequence_++;
+  job.sequence = sequence;
+  next_sequence_ = sequence + 1;
+  job.bytes = static_cast<int64_t>(added.job.ByteSizeLong());
   job.proto = std::move(added.job);
+  job.plan.reset(job.proto.release_plan());
+  job.policy_json = job.proto.spec().alignment_policy_json();
+  if (job.proto.has_spec()) job.proto.mutable_spec()->clear_alignment_policy_json();
   job.destination = std::move(added.destination);
   job.fingerprint = std::move(added.fingerprint);
   job.tasks_total = added.rank_tasks_total;
   job.bytes_total = added.bytes_total;
-  job.created = clock_->Monotonic();
+  job.lease_span = added.lease_span;
   if (!job.proto.has_create_time()) *job.proto.mutable_create_time() = ToTimestamp(clock_->Wall());
+  const absl::Duration age = clock_->Wall() - FromTimestamp(job.proto.create_time());
+  job.created = clock_->Monotonic() - std::max(age, absl::ZeroDuration());
   jobs_[job.proto.prep_job_id()] = std::move(owned);
   by_sequence_[job.sequence] = &job;
-  changes_.events.push_back(
-      {.kind = QueueEvent::Kind::kJobAdded, .job_id = job.proto.prep_job_id()});
   if (IsTerminal(job.proto.state())) {
-    job.phase = Job::Phase::kFinished;
-    if (job.proto.state() == v1::PrepJob::STATE_SUCCEEDED) {
-      job.tasks_done = job.tasks_resumed = job.tasks_total;
-      job.bytes_recorded = job.bytes_total;
-    }
-    if (!job.proto.has_end_time()) *job.proto.mutable_end_time() = ToTimestamp(clock_->Wall());
-    finished_.push_back(&job);
+    EnterFinished(job);
+    return job;
+  }
+  job.proto.set_state(v1::PrepJob::STATE_PENDING);
+  unfinished_[job.sequence] = &job;
+  unfinished_bytes_ += job.bytes;
+  SetTimeout(job);
+  return job;
+}
+
+// Among the finished ones, in the order of their end.
+void JobQueue::EnterFinished(Job& job) {
+  SetPhase(job, Phase::kFinished);
+  if (job.proto.state() == v1::PrepJob::STATE_SUCCEEDED) {
+    job.tasks_done = job.tasks_resumed = job.tasks_total;
+    job.bytes_recorded = job.bytes_total;
+  }
+  if (!job.proto.has_end_time()) *job.proto.mutable_end_time() = ToTimestamp(clock_->Wall());
+  const absl::Time end = FromTimestamp(job.proto.end_time());
+  auto at = finished_.end();
+  while (at != finished_.begin() && FromTimestamp((*std::prev(at))->proto.end_time()) > end) --at;
+  finished_.insert(at, &job);
+  finished_bytes_ += job.bytes;
+}
+
+// Within a process only the monotonic clock counts; what passed between two is known from the wall
+// clock alone, which may have been set, so no more than the whole timeout is believed to be left.
+void JobQueue::SetTimeout(Job& job) {
+  if (!job.proto.has_timeout()) return;
+  const absl::Duration timeout = FromDuration(job.proto.timeout());
+  const absl::Time deadline = FromTimestamp(job.proto.create_time()) + timeout;
+  *job.proto.mutable_deadline_time() = ToTimestamp(deadline);
+  job.deadline = clock_->Monotonic() + std::min(timeout, deadline - clock_->Wall());
+}
+
+absl::Status JobQueue::AddJob(NewJob added) {
+  SP_RETURN_IF_ERROR(CheckJob(added));
+  added.lease_span = absl::ZeroDuration();
+  Job& job = Enter(std::move(added), next_sequence_);
+  const std::string id = job.proto.prep_job_id();
+  changes_.events.push_back({.kind = QueueEvent::Kind::kJobAdded, .job_id = id});
+  if (job.phase == Phase::kFinished) {
     changes_.events.push_back({.kind = QueueEvent::Kind::kJobFinished,
-                               .job_id = job.proto.prep_job_id(),
+                               .job_id = id,
                                .status = FromRpcStatus(job.proto.error()),
                                .state = job.proto.state()});
     EvictFinished();
     return absl::OkStatus();
   }
-  job.proto.set_state(v1::PrepJob::STATE_PENDING);
-  unfinished_[job.sequence] = &job;
-  if (added.destination_fenced) {
-    job.leased_ever = true;
-    fenced_until_[job.destination] =
-        clock_->Monotonic() + options_.lease_duration + options_.fence_margin;
-  }
   Touch(job, false);
   return absl::OkStatus();
+}
+
+absl::Status JobQueue::Restore(NewJob restored) {
+  const std::string id = restored.job.prep_job_id();
+  if (FindJob(id) != nullptr || restored.sequence < next_sequence_) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("prep job ", id, " or a job after sequence ", restored.sequence, " exists"));
+  }
+  const int64_t sequence = restored.sequence;
+  Job& job = Enter(std::move(restored), sequence);
+  if (job.phase == Phase::kFinished) {
+    EvictFinished();
+    return absl::OkStatus();
+  }
+  changes_.events.push_back({.kind = QueueEvent::Kind::kJobAdded, .job_id = id});
+  Touch(job, false);
+  if (job.lease_span > absl::ZeroDuration()) {
+    // The last renewal was before this moment.
+    job.leased_ever = true;
+    job.fenced_until = clock_->Monotonic() + job.lease_span;
+    absl::Duration& fence = fenced_until_[job.destination];
+    fence = std::max(fence, job.fenced_until);
+  }
+  if (job.proto.has_error()) job.error = FromRpcStatus(job.proto.error());
+  if (job.proto.cancel_requested() || !job.error.ok()) {
+    SetPhase(job, Phase::kStopping);
+    Advance(job);
+  }
+  return absl::OkStatus();
+}
+
+void JobQueue::SetPhase(Job& job, Phase phase) {
+  if (job.phase == Phase::kLeasing) leasing_.erase({job.turn, job.sequence});
+  job.phase = phase;
+  if (phase != Phase::kLeasing) return;
+  job.turn = last_turn_;
+  leasing_[{job.turn, job.sequence}] = &job;
+}
+
+// Lets every other job that can be leased now go first.
+void JobQueue::Yield(Job& job) {
+  if (job.phase != Phase::kLeasing) return;
+  ++last_turn_;
+  SetPhase(job, Phase::kLeasing);
 }
 
 void JobQueue::Touch(Job& job, bool record) {
@@ -280,7 +435,7 @@ absl::StatusOr<v1::PrepJob> JobQueue::Cancel(const std::string& job_id) {
     return WithReason(absl::NotFoundError(absl::StrCat("no prep job ", job_id)), "JOB_NOT_FOUND",
                       {{"prep_job_id", job_id}});
   }
-  if (job->phase == Job::Phase::kFinished) {
+  if (job->phase == Phase::kFinished) {
     if (job->proto.state() == v1::PrepJob::STATE_CANCELLED) return Snapshot(*job, true);
     const std::string state = v1::PrepJob::State_Name(job->proto.state());
     return WithReason(
@@ -290,9 +445,9 @@ absl::StatusOr<v1::PrepJob> JobQueue::Cancel(const std::string& job_id) {
   if (!job->proto.cancel_requested()) {
     job->proto.set_cancel_requested(true);
     Touch(*job, true);
-    if (job->phase == Job::Phase::kPending || job->phase == Job::Phase::kLeasing ||
-        job->phase == Job::Phase::kCommitDue) {
-      job->phase = Job::Phase::kStopping;
+    if (job->phase == Phase::kPending || job->phase == Phase::kLeasing ||
+        job->phase == Phase::kCommitDue) {
+      SetPhase(*job, Phase::kStopping);
       StopLeasesOf(*job);
       Advance(*job);
     }
@@ -308,7 +463,7 @@ void JobQueue::Fail(Job& job, const absl::Status& cause) {
     *job.proto.mutable_error() = ToRpcStatus(cause);
     Touch(job, true);
   }
-  job.phase = Job::Phase::kStopping;
+  SetPhase(job, Phase::kStopping);
   StopLeasesOf(job);
 }
 
@@ -317,19 +472,37 @@ void JobQueue::StopLeasesOf(Job& job) {
   if (!job.leases.empty()) changes_.leasable = true;  // their workers must hear of it
 }
 
+// Fails a job whose time is over; a step in hand is awaited first.
+void JobQueue::Expire(Job& job) {
+  if (job.proto.cancel_requested() || !job.error.ok()) return;
+  if (job.phase == Phase::kRemoveDue || job.phase == Phase::kRemoving) return;
+  const std::string timeout = absl::FormatDuration(FromDuration(job.proto.timeout()));
+  const absl::Status cause = WithReason(
+      absl::DeadlineExceededError(absl::StrCat("not done within ", timeout, ", its timeout")),
+      "JOB_TIMEOUT", {{"timeout", timeout}});
+  if (job.phase == Phase::kStarting || job.phase == Phase::kCommitting) {
+    job.error = cause;
+    *job.proto.mutable_error() = ToRpcStatus(cause);
+    Touch(job, true);
+    return;
+  }
+  Fail(job, cause);
+  Advance(job);
+}
+
 // Moves a job on where nothing holds it: to its commit, its removal, or its end.
 void JobQueue::Advance(Job& job) {
   if (!job.leases.empty()) return;
-  if (job.phase == Job::Phase::kLeasing && job.tasks_done == job.tasks_total) {
-    job.phase = Job::Phase::kCommitDue;
+  if (job.phase == Phase::kLeasing && job.tasks_done == job.tasks_total) {
+    SetPhase(job, Phase::kCommitDue);
     job.step_attempts = 0;
     Touch(job, false);
   }
-  if (job.phase != Job::Phase::kStopping) return;
+  if (job.phase != Phase::kStopping || job.fenced_until > clock_->Monotonic()) return;
   if (!job.proto.cancel_requested()) {
     Finish(job, v1::PrepJob::STATE_FAILED, job.error);
   } else if (job.leased_ever) {
-    job.phase = Job::Phase::kRemoveDue;
+    SetPhase(job, Phase::kRemoveDue);
     job.step_attempts = 0;
     job.step_not_before = -absl::InfiniteDuration();
     Touch(job, false);
@@ -339,7 +512,7 @@ void JobQueue::Advance(Job& job) {
 }
 
 void JobQueue::Finish(Job& job, v1::PrepJob::State state, const absl::Status& error) {
-  job.phase = Job::Phase::kFinished;
+  SetPhase(job, Phase::kFinished);
   job.proto.set_state(state);
   if (error.ok()) {
     job.proto.clear_error();
@@ -350,7 +523,9 @@ void JobQueue::Finish(Job& job, v1::PrepJob::State state, const absl::Status& er
   job.regions.clear();
   job.ranks_per_lease = nullptr;
   unfinished_.erase(job.sequence);
+  unfinished_bytes_ -= job.bytes;
   finished_.push_back(&job);
+  finished_bytes_ += job.bytes;
   Touch(job, true);
   changes_.leasable = true;
   changes_.events.push_back({.kind = QueueEvent::Kind::kJobFinished,
@@ -362,9 +537,11 @@ void JobQueue::Finish(Job& job, v1::PrepJob::State state, const absl::Status& er
 }
 
 void JobQueue::EvictFinished() {
-  while (static_cast<int>(finished_.size()) > options_.max_finished_jobs) {
+  while (static_cast<int>(finished_.size()) > options_.max_finished_jobs ||
+         (finished_bytes_ > options_.max_job_bytes && finished_.size() > 1)) {
     Job* job = finished_.front();
     finished_.pop_front();
+    finished_bytes_ -= job->bytes;
     const std::string id = job->proto.prep_job_id();
     changes_.evicted.push_back(id);
     recorded_.erase(id);
@@ -380,18 +557,15 @@ absl::StatusOr<JobView> JobQueue::Get(const std::string& job_id) const {
     return WithReason(absl::NotFoundError(absl::StrCat("no prep job ", job_id)), "JOB_NOT_FOUND",
                       {{"prep_job_id", job_id}});
   }
-  return JobView{Snapshot(*job, true), job->version};
+  return JobView{Snapshot(*job, true), job->version, job->sequence, job->lease_span};
 }
 
 absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_token,
                                        const std::set<v1::PrepJob::State>& states) const {
+  const int64_t mask = StatesMask(states);
   int64_t before = next_sequence_;
   if (!page_token.empty()) {
-    if (!absl::StartsWith(page_token, kPagePrefix) ||
-        !absl::SimpleAtoi(page_token.substr(sizeof kPagePrefix - 1), &before) || before < 1) {
-      return WithReason(absl::InvalidArgumentError("page_token: not from an earlier answer"),
-                        "BAD_PAGE_TOKEN");
-    }
+    SP_ASSIGN_OR_RETURN(before, ParsePageToken(page_token, mask));
   }
   JobPage page;
   int64_t bytes = 0;
@@ -400,7 +574,7 @@ absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_to
     const Job& job = *at->second;
     if (!states.empty() && states.count(job.proto.state()) == 0) continue;
     if (static_cast<int>(page.jobs.size()) >= page_size || bytes >= kMaxPageBytes) {
-      page.next_page_token = absl::StrCat(kPagePrefix, at->first + 1);
+      page.next_page_token = PageToken(at->first + 1, mask);
       break;
     }
     page.jobs.push_back(Snapshot(job, false));
@@ -411,9 +585,9 @@ absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_to
 
 v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
   v1::PrepJob proto = job.proto;
-  if (!with_plan) {
-    proto.clear_plan();
-    proto.mutable_spec()->clear_alignment_policy_json();
+  if (with_plan && job.plan != nullptr) *proto.mutable_plan() = *job.plan;
+  if (with_plan && !job.policy_json.empty()) {
+    proto.mutable_spec()->set_alignment_policy_json(job.policy_json);
   }
   v1::Progress& progress = *proto.mutable_progress();
   progress.set_rank_tasks_total(static_cast<int32_t>(job.tasks_total));
@@ -445,29 +619,34 @@ v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
 
 std::optional<JobStep> JobQueue::NextStep() {
   const absl::Duration now = clock_->Monotonic();
+  const bool may_start = !draining_ && starts_not_before_ <= now;
   int active = 0;
   std::set<std::string> taken;  // destinations
+  std::set<std::string> busy;   // of them, those where more goes on than waiting for a removal
   for (const auto& [sequence, job] : unfinished_) {
     if (!job->started()) continue;
     taken.insert(job->destination);
+    // Two at one destination are cancelled jobs of an earlier controller whose end it had no time
+    // to record.
+    if (job->phase != Phase::kRemoveDue) busy.insert(job->destination);
     // Stopping jobs only wait for their fence; they must not keep others from starting.
-    if (job->phase != Job::Phase::kStopping) ++active;
+    if (job->phase != Phase::kStopping) ++active;
   }
   for (const auto& [sequence, job] : unfinished_) {
     if (job->step_not_before > now) continue;
     const std::string& id = job->proto.prep_job_id();
     const bool fenced = fenced_until_.count(job->destination) != 0;
-    if (job->phase == Job::Phase::kCommitDue) {
-      job->phase = Job::Phase::kCommitting;
+    if (job->phase == Phase::kCommitDue) {
+      SetPhase(*job, Phase::kCommitting);
       return JobStep{JobStep::Kind::kCommit, id};
     }
-    if (job->phase == Job::Phase::kRemoveDue && !fenced) {
-      job->phase = Job::Phase::kRemoving;
+    if (job->phase == Phase::kRemoveDue && !fenced && busy.count(job->destination) == 0) {
+      SetPhase(*job, Phase::kRemoving);
       return JobStep{JobStep::Kind::kRemove, id};
     }
-    if (job->phase == Job::Phase::kPending && !draining_ && active < options_.max_active_jobs &&
+    if (job->phase == Phase::kPending && may_start && active < options_.max_active_jobs &&
         !fenced && taken.count(job->destination) == 0) {
-      job->phase = Job::Phase::kStarting;
+      SetPhase(*job, Phase::kStarting);
       return JobStep{JobStep::Kind::kStart, id};
     }
   }
@@ -477,7 +656,7 @@ std::optional<JobStep> JobQueue::NextStep() {
 // True when the step is to be tried again, later.
 bool JobQueue::RetryStep(Job& job, const absl::Status& status) {
   ++job.step_attempts;
-  if (!AllowsAnotherAttempt(status.code()) || job.step_attempts >= options_.max_attempts) {
+  if (!AllowsAnotherAttempt(status) || job.step_attempts >= options_.max_attempts) {
     return false;
   }
   ++job.attempts_failed;
@@ -487,14 +666,27 @@ bool JobQueue::RetryStep(Job& job, const absl::Status& status) {
   return true;
 }
 
+// True when the job was cancelled or ran out of time while it was being started.
+bool JobQueue::StartOverruled(Job& job) {
+  if (!job.proto.cancel_requested() && job.error.ok()) return false;
+  SetPhase(job, Phase::kStopping);
+  Advance(job);
+  return true;
+}
+
+void JobQueue::StartPostponed(const std::string& job_id) {
+  Job* job = FindJob(job_id);
+  SP_CHECK(job != nullptr && job->phase == Phase::kStarting);
+  if (StartOverruled(*job)) return;
+  SetPhase(*job, Phase::kPending);
+  starts_not_before_ = clock_->Monotonic() + 4 * options_.retry_delay;
+  Touch(*job, false);
+}
+
 void JobQueue::StartFinished(const std::string& job_id, absl::StatusOr<StartedJob> started) {
   Job* job = FindJob(job_id);
-  SP_CHECK(job != nullptr && job->phase == Job::Phase::kStarting);
-  if (job->proto.cancel_requested()) {
-    job->phase = Job::Phase::kStopping;
-    Advance(*job);
-    return;
-  }
+  SP_CHECK(job != nullptr && job->phase == Phase::kStarting);
+  if (StartOverruled(*job)) return;
   if (started.ok() && started->fingerprint != job->fingerprint) {
     started = WithReason(absl::FailedPreconditionError(absl::StrCat(
                              "the source changed since the job was created: its layout fingerprint "
@@ -504,7 +696,7 @@ void JobQueue::StartFinished(const std::string& job_id, absl::StatusOr<StartedJo
   }
   if (!started.ok()) {
     if (RetryStep(*job, started.status())) {
-      job->phase = Job::Phase::kPending;
+      SetPhase(*job, Phase::kPending);
       return;
     }
     Fail(*job, started.status());
@@ -547,7 +739,8 @@ void JobQueue::TakePlan(Job& job, StartedJob started) {
     }
   }
   job.tasks_resumed = job.tasks_done;
-  job.phase = Job::Phase::kLeasing;
+  job.lease_span = std::max(job.lease_span, options_.LeaseSpan());
+  SetPhase(job, Phase::kLeasing);
   changes_.leasable = true;
   Touch(job, true);
   Advance(job);
@@ -572,14 +765,14 @@ void JobQueue::MarkDone(Job& job, int32_t region_index, int32_t rank) {
 void JobQueue::CommitFinished(const std::string& job_id,
                               absl::StatusOr<v1::ManifestReference> manifest) {
   Job* job = FindJob(job_id);
-  SP_CHECK(job != nullptr && job->phase == Job::Phase::kCommitting);
+  SP_CHECK(job != nullptr && job->phase == Phase::kCommitting);
   if (manifest.ok()) {
     *job->proto.mutable_manifest() = *std::move(manifest);
     Finish(*job, v1::PrepJob::STATE_SUCCEEDED, absl::OkStatus());
     return;
   }
-  if (!job->proto.cancel_requested() && RetryStep(*job, manifest.status())) {
-    job->phase = Job::Phase::kCommitDue;
+  if (!job->proto.cancel_requested() && job->error.ok() && RetryStep(*job, manifest.status())) {
+    SetPhase(*job, Phase::kCommitDue);
     return;
   }
   Fail(*job, Prefixed("commit: ", manifest.status()));
@@ -588,9 +781,9 @@ void JobQueue::CommitFinished(const std::string& job_id,
 
 void JobQueue::RemoveFinished(const std::string& job_id, const absl::Status& status) {
   Job* job = FindJob(job_id);
-  SP_CHECK(job != nullptr && job->phase == Job::Phase::kRemoving);
+  SP_CHECK(job != nullptr && job->phase == Phase::kRemoving);
   if (!status.ok() && RetryStep(*job, status)) {
-    job->phase = Job::Phase::kRemoveDue;
+    SetPhase(*job, Phase::kRemoveDue);
     return;
   }
   Finish(*job, v1::PrepJob::STATE_CANCELLED,
@@ -614,6 +807,10 @@ absl::Status JobQueue::CheckReport(const v1::SynchronizeRequest& request) const 
     return absl::InvalidArgumentError(
         absl::StrCat("thread_count: ", request.thread_count(), ", want >= 0"));
   }
+  if (request.device().size() > kMaxDeviceSize) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("device: ", request.device().size(), " bytes, at most ", kMaxDeviceSize));
+  }
   if (request.leases_size() > kMaxReports) {
     return absl::InvalidArgumentError(
         absl::StrCat("leases: ", request.leases_size(), " reports, at most ", kMaxReports));
@@ -631,12 +828,33 @@ absl::Status JobQueue::CheckReport(const v1::SynchronizeRequest& request) const 
     if (report.bytes_read() < 0 || report.bytes_written() < 0 || report.bytes_padded() < 0) {
       return absl::InvalidArgumentError(absl::StrCat(what, "negative bytes"));
     }
-    if (report.completed_ranks_size() > kMaxReportedRanks ||
-        report.stage_seconds_size() > kMaxReportedStages) {
-      return absl::InvalidArgumentError(absl::StrCat(what, "too many entries"));
+    if (report.error().ByteSizeLong() > kMaxReportedErrorBytes) {
+      return absl::InvalidArgumentError(absl::StrCat(what, "error of ",
+                                                     report.error().ByteSizeLong(),
+                                                     " bytes, at most ", kMaxReportedErrorBytes));
+    }
+    if (report.completed_ranks_size() > kMaxReportedRanks) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          what, report.completed_ranks_size(), " completed ranks, at most ", kMaxReportedRanks));
     }
     const auto found = leases_.find(report.lease_id());
-    if (found == leases_.end() || found->second->worker_id != request.worker_id()) continue;
+    const bool ours = found != leases_.end() && found->second->worker_id == request.worker_id();
+    std::set<std::string> stages;
+    if (ours) {
+      for (const auto& [stage, seconds] : found->second->job->stage_seconds) stages.insert(stage);
+    }
+    for (const auto& [stage, seconds] : report.stage_seconds()) {
+      if (!IsStageName(stage)) {
+        return absl::InvalidArgumentError(absl::StrCat(what, "stage_seconds: want names of 1 to ",
+                                                       kMaxStageNameSize, " of [a-z_]"));
+      }
+      stages.insert(stage);
+    }
+    if (stages.size() > kMaxReportedStages) {
+      return absl::InvalidArgumentError(absl::StrCat(what, "stage_seconds: ", stages.size(),
+                                                     " stages, at most ", kMaxReportedStages));
+    }
+    if (!ours) continue;
     const std::vector<int32_t>& ranks = found->second->ranks;
     for (const int32_t rank : report.completed_ranks()) {
       if (std::find(ranks.begin(), ranks.end(), rank) == ranks.end()) {
@@ -665,7 +883,7 @@ absl::Status JobQueue::Report(const v1::SynchronizeRequest& request) {
   }
   Worker& worker = *slot;
   worker.memory_budget_bytes = request.memory_budget_bytes();
-  worker.device = request.device().substr(0, 64);
+  worker.device = request.device();
   worker.draining = request.draining();
   worker.last_seen = clock_->Monotonic();
   worker.holds_unknown = false;
@@ -683,9 +901,8 @@ void JobQueue::ApplyReport(Worker& worker, const v1::LeaseReport& report) {
   Job& job = *lease.job;
   lease.bytes_read = std::max(lease.bytes_read, report.bytes_read());
   lease.bytes_written = std::max(lease.bytes_written, report.bytes_written());
-  for (const auto& [stage, seconds] : report.stage_seconds()) {
-    lease.stage_seconds[stage.substr(0, 32)] = seconds;
-  }
+  // Each report has the sums so far.
+  lease.stage_seconds = {report.stage_seconds().begin(), report.stage_seconds().end()};
   std::vector<int32_t> completed(report.completed_ranks().begin(), report.completed_ranks().end());
   if (report.state() == v1::LeaseReport::STATE_DONE) completed = lease.ranks;
   for (const int32_t rank : completed) {
@@ -742,14 +959,15 @@ void JobQueue::CloseLease(const std::string& lease_id, QueueEvent::Kind outcome,
                              .status = cause});
   Touch(job, false);
   changes_.leasable = true;
-  if (!cause.ok() && job.phase == Job::Phase::kLeasing) CountFailures(job, *lease, cause);
+  if (!cause.ok() && job.phase == Phase::kLeasing) CountFailures(job, *lease, cause);
   Advance(job);
 }
 
 void JobQueue::CountFailures(Job& job, const Lease& lease, const absl::Status& cause) {
   ++job.attempts_failed;
+  Yield(job);
   const std::string where = absl::StrCat("region ", lease.region, ", ");
-  if (!AllowsAnotherAttempt(cause.code())) {
+  if (!AllowsAnotherAttempt(cause)) {
     Fail(job, Prefixed(absl::StrCat(where, RankText(lease.ranks), ": "), cause));
     return;
   }
@@ -801,12 +1019,11 @@ v1::SynchronizeResponse JobQueue::Desired(const std::string& worker_id) {
 bool JobQueue::Grant(Worker& worker) {
   // By id and looked up again, since granting may finish a job.
   std::vector<std::string> ids;
-  for (const auto& [sequence, job] : unfinished_) {
-    if (job->phase == Job::Phase::kLeasing) ids.push_back(job->proto.prep_job_id());
-  }
+  ids.reserve(leasing_.size());
+  for (const auto& [turn, job] : leasing_) ids.push_back(job->proto.prep_job_id());
   for (const std::string& id : ids) {
     Job* job = FindJob(id);
-    if (job != nullptr && job->phase == Job::Phase::kLeasing && GrantFrom(*job, worker)) {
+    if (job != nullptr && job->phase == Phase::kLeasing && GrantFrom(*job, worker)) {
       return true;
     }
   }
@@ -868,7 +1085,7 @@ v1::Lease JobQueue::ToProto(const Lease& lease) const {
   v1::Lease proto;
   proto.set_lease_id(lease.id);
   proto.set_prep_job_id(lease.job->proto.prep_job_id());
-  *proto.mutable_spec() = lease.job->proto.spec();
+  *proto.mutable_spec() = lease.job->Spec();
   proto.set_layout_fingerprint(lease.job->fingerprint);
   proto.set_source_token(lease.job->source_token);
   proto.set_region(lease.region);
@@ -900,7 +1117,7 @@ void JobQueue::WorkerGone(const std::string& worker_id, const std::string& how) 
 
 void JobQueue::Tick() {
   const absl::Duration now = clock_->Monotonic();
-  const absl::Duration open = options_.lease_duration + options_.fence_margin;
+  const absl::Duration open = options_.LeaseSpan();
   for (auto at = fenced_until_.begin(); at != fenced_until_.end();) {
     at = at->second <= now ? fenced_until_.erase(at) : std::next(at);
   }
@@ -923,6 +1140,17 @@ void JobQueue::Tick() {
   for (const std::string& id : expired) {
     CloseLease(id, QueueEvent::Kind::kLeaseFailed,
                absl::UnavailableError("the lease ended without a word of its worker"));
+  }
+  std::vector<Job*> overdue;
+  std::vector<Job*> stopping;
+  for (const auto& [sequence, job] : unfinished_) {
+    if (job->deadline <= now) overdue.push_back(job);
+    if (job->phase == Phase::kStopping) stopping.push_back(job);
+  }
+  for (Job* job : overdue) Expire(*job);
+  // Those whose fence has passed; the others stay.
+  for (Job* job : stopping) {
+    if (job->phase == Phase::kStopping) Advance(*job);
   }
 }
 
@@ -954,13 +1182,13 @@ QueueStats JobQueue::Stats() const {
       continue;
     }
     ++stats.running;
-    if (job->phase != Job::Phase::kLeasing) continue;
+    if (job->phase != Phase::kLeasing) continue;
     stats.rank_tasks_waiting += job->tasks_total - job->tasks_done;
   }
   for (const auto& [id, lease] : leases_) {
     const auto undone = static_cast<int64_t>(lease->ranks.size() - lease->completed.size());
     stats.rank_tasks_leased += undone;
-    if (lease->job->phase == Job::Phase::kLeasing) stats.rank_tasks_waiting -= undone;
+    if (lease->job->phase == Phase::kLeasing) stats.rank_tasks_waiting -= undone;
   }
   stats.leases = static_cast<int>(leases_.size());
   for (const auto& [id, worker] : workers_) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -36,6 +37,11 @@ class JobQueue {
   // the bound; UNAVAILABLE while draining. A job in a terminal state is refused only for its id.
   absl::Status CheckJob(const NewJob& job) const;
   absl::Status AddJob(NewJob job);
+  // The sequence that the next AddJob() gives.
+  int64_t next_sequence() const { return next_sequence_; }
+  // Takes over a job of an earlier controller, whatever the bounds: it was accepted once. Jobs come
+  // in the order of their sequence. ALREADY_EXISTS when the id or a later sequence is there.
+  absl::Status Restore(NewJob job);
 
   // Answers at once. FAILED_PRECONDITION when the job succeeded or failed; NOT_FOUND.
   absl::StatusOr<v1::PrepJob> Cancel(const std::string& job_id);
@@ -43,21 +49,24 @@ class JobQueue {
   // NOT_FOUND.
   absl::StatusOr<JobView> Get(const std::string& job_id) const;
   // Newest first, without plans and policy texts, at most `page_size` jobs and about 1 MiB.
-  // INVALID_ARGUMENT for a token that is not ours.
+  // INVALID_ARGUMENT for a token that is not ours or was made for other states.
   absl::StatusOr<JobPage> List(int page_size, const std::string& page_token,
                                const std::set<v1::PrepJob::State>& states) const;
 
   // Steps: the owner asks for the next one until there is none, carries each out and answers.
   std::optional<JobStep> NextStep();
   void StartFinished(const std::string& job_id, absl::StatusOr<StartedJob> started);
+  // Instead: that the job runs could not be recorded, which is not its fault. No job starts for a
+  // while, then it is this one's turn again.
+  void StartPostponed(const std::string& job_id);
   void CommitFinished(const std::string& job_id, absl::StatusOr<v1::ManifestReference> manifest);
   void RemoveFinished(const std::string& job_id, const absl::Status& status);
 
   // Workers --------------------------------------------------------------------------------------
 
   // What a worker says. Reports of leases that are closed or unknown are ignored: they are late.
-  // INVALID_ARGUMENT: malformed, and nothing of it was taken; FAILED_PRECONDITION: another build;
-  // RESOURCE_EXHAUSTED: too many workers.
+  // INVALID_ARGUMENT: malformed or over a bound (in job_queue.cc), and nothing of it was taken;
+  // FAILED_PRECONDITION: another build; RESOURCE_EXHAUSTED: too many workers.
   absl::Status Report(const v1::SynchronizeRequest& request);
 
   // What the worker should hold, with new leases where it can take some; leases in the answer are
@@ -67,7 +76,7 @@ class JobQueue {
   // The worker's process is known to have ended, so nothing of its leases is still being written.
   void WorkerGone(const std::string& worker_id, const std::string& how);
 
-  // Ends what time has ended: leases behind their fence, silent workers.
+  // Ends what time has ended: leases behind their fence, silent workers, jobs past their timeout.
   void Tick();
 
   // Drain: first no new jobs, starts and leases; then every lease is withdrawn.
@@ -80,6 +89,7 @@ class JobQueue {
   QueueStats Stats() const;
 
  private:
+  enum class Phase : int;
   struct Task;
   struct Region;
   struct Job;
@@ -88,11 +98,18 @@ class JobQueue {
 
   // Jobs.
   Job* FindJob(const std::string& job_id) const;
+  Job& Enter(NewJob added, int64_t sequence);
+  void EnterFinished(Job& job);
+  void SetTimeout(Job& job);
+  void Expire(Job& job);
+  void SetPhase(Job& job, Phase phase);
+  void Yield(Job& job);
   void Touch(Job& job, bool record);
   void Finish(Job& job, v1::PrepJob::State state, const absl::Status& error);
   void Fail(Job& job, const absl::Status& cause);
   void StopLeasesOf(Job& job);
   void Advance(Job& job);
+  bool StartOverruled(Job& job);
   bool RetryStep(Job& job, const absl::Status& status);
   void TakePlan(Job& job, StartedJob started);
   void MarkDone(Job& job, int32_t region, int32_t rank);
@@ -119,6 +136,12 @@ class JobQueue {
   std::map<int64_t, Job*> by_sequence_;  // all, in order of creation
   std::map<int64_t, Job*> unfinished_;   // in order of creation
   std::list<Job*> finished_;             // in order of their end
+  int64_t unfinished_bytes_ = 0;
+  int64_t finished_bytes_ = 0;
+  // Jobs whose tasks can be leased, by whose turn it is.
+  std::map<std::pair<int64_t, int64_t>, Job*> leasing_;
+  int64_t last_turn_ = 0;
+  absl::Duration starts_not_before_ = -absl::InfiniteDuration();
   std::map<std::string, std::unique_ptr<Worker>> workers_;
   std::map<std::string, std::unique_ptr<Lease>> leases_;
   // Destinations at which leases of an earlier controller may be open, until when.

@@ -30,21 +30,29 @@ struct JobQueueOptions {
   absl::Duration retry_delay = absl::Seconds(2);
   int max_unfinished_jobs = 1000;
   int max_finished_jobs = 1000;
+  // What jobs take when serialised, those that are finished and the others each: more unfinished
+  // ones are refused, older finished ones dropped.
+  int64_t max_job_bytes = int64_t{256} << 20;
   // Jobs that hold a plan in memory at the same time.
   int max_active_jobs = 8;
   int max_workers = 1000;
+
+  // For how long after its last renewal a lease may be open.
+  absl::Duration LeaseSpan() const { return lease_duration + fence_margin; }
 };
 
 struct NewJob {
-  // Id, normalised spec and plan summary; in a terminal state also error, manifest and times: such
-  // a job is history from the start. The queue sets everything else.
+  // Id, normalised spec, timeout and plan summary; in a terminal state also error, manifest and
+  // times: such a job is history from the start. The queue sets everything else.
   v1::PrepJob job;
   std::string destination;  // normalised URI: equal strings are the same place
   std::string fingerprint;
   int32_t rank_tasks_total = 0;
   int64_t bytes_total = 0;
-  // An earlier controller may have given leases there that are still open.
-  bool destination_fenced = false;
+  // For Restore() only. Zero `lease_span`: no earlier controller gave leases for the job. Else how
+  // long, from now, they may still be open.
+  int64_t sequence = 0;
+  absl::Duration lease_span;
 };
 
 // The rank tasks of one region.
@@ -105,7 +113,11 @@ struct QueueEvent {
 
 struct JobView {
   v1::PrepJob job;
-  int64_t version = 0;  // grows with each change of the job
+  int64_t version = 0;   // grows with each change of the job
+  int64_t sequence = 0;  // order of creation
+  // Longest time that a lease of the job, given by this controller or an earlier one, may be open
+  // after its last renewal. Zero when none was given.
+  absl::Duration lease_span;
 };
 
 struct JobPage {

@@ -111,7 +111,11 @@ std::string JobReport(const v1::PrepJob& job) {
   }
   if (job.has_create_time()) rows.emplace_back("created", TimeText(job.create_time()));
   if (job.has_start_time()) rows.emplace_back("started", TimeText(job.start_time()));
-  if (job.has_end_time()) rows.emplace_back("ended", TimeText(job.end_time()));
+  if (job.has_end_time()) {
+    rows.emplace_back("ended", TimeText(job.end_time()));
+  } else if (job.has_deadline_time()) {
+    rows.emplace_back("deadline", TimeText(job.deadline_time()));
+  }
   if (job.has_start_time() && job.has_end_time()) {
     rows.emplace_back("took", ClockText(Instant(job.end_time()) - Instant(job.start_time())));
   }

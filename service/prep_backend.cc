@@ -89,7 +89,8 @@ class RealPlannedJob : public PlannedJob {
   void ReleaseDestination() override { claim_.reset(); }
 
   absl::StatusOr<InspectedDestination> Inspect() override {
-    SP_ASSIGN_OR_RETURN(const DestinationState state, InspectDestination(*plan_, *destination_));
+    SP_ASSIGN_OR_RETURN(const DestinationState state,
+                        InspectDestination(*plan_, *source_, *destination_));
     InspectedDestination found;
     found.regions = facts_.regions;
     if (state.kind == DestinationState::Kind::kComplete) found.complete = state.manifest;
@@ -120,8 +121,10 @@ class RealPlannedJob : public PlannedJob {
   }
 
   absl::StatusOr<v1::ManifestReference> Commit() override {
-    SP_ASSIGN_OR_RETURN(v1::ManifestReference manifest,
-                        CommitArtifact(*plan_, *source_, *destination_));
+    absl::StatusOr<v1::ManifestReference> manifest =
+        CommitArtifact(*plan_, *source_, *destination_);
+    if (IsNoSpace(manifest.status())) return WithReason(manifest.status(), "NO_SPACE");
+    SP_RETURN_IF_ERROR(manifest.status());
     SP_RETURN_IF_ERROR(RemoveJournal());
     return manifest;
   }
@@ -158,13 +161,15 @@ class PrepBackend : public JobBackend {
     plan_options.memory_budget_bytes = memory_budget_bytes;
     plan_options.thread_count = options_.planning_threads;
     plan_options.allowed_source_roots = options_.allow_source_root;
+    plan_options.s3 = options_.s3;
     SP_ASSIGN_OR_RETURN(std::shared_ptr<const JobPlan> plan, PlanJob(spec, plan_options));
     SP_ASSIGN_OR_RETURN(std::unique_ptr<ObjectStore> source,
-                        OpenStore(spec.source_uri(),
-                                  {.create = false, .allowed_roots = options_.allow_source_root}));
-    SP_ASSIGN_OR_RETURN(
-        std::unique_ptr<ObjectStore> destination,
-        OpenStore(spec.targets(0).destination_uri(), {.create = true, .allowed_roots = {}}));
+                        OpenStore(spec.source_uri(), {.create = false,
+                                                      .allowed_roots = options_.allow_source_root,
+                                                      .s3 = options_.s3}));
+    SP_ASSIGN_OR_RETURN(std::unique_ptr<ObjectStore> destination,
+                        OpenStore(spec.targets(0).destination_uri(),
+                                  {.create = true, .allowed_roots = {}, .s3 = options_.s3}));
     return {std::make_unique<RealPlannedJob>(std::move(plan), std::move(source),
                                              std::move(destination))};
   }

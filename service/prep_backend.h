@@ -10,6 +10,8 @@
 
 namespace shardprep {
 
+class S3Connection;
+
 struct PrepBackendOptions {
   // Directories and s3:// prefixes that sources and destinations must lie in; empty: anywhere. A
   // URI outside is PERMISSION_DENIED: no other state of the files would make the request right,
@@ -18,6 +20,7 @@ struct PrepBackendOptions {
   std::vector<std::string> allow_destination;
   // Directories that symbolic links inside a source may lead into.
   std::vector<std::string> allow_source_root;
+  std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
   int planning_threads = 4;
 };
 

@@ -1,33 +1,23 @@
 #include "service/private_controller.h"
 
-#include <stdlib.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/status_macros.h"
 #include "service/controller_host.h"
+#include "service/socket_directory.h"
 
 namespace shardprep {
 namespace {
 
-// A new directory with mode 0700, by a short path: socket addresses hold 107 bytes.
-absl::StatusOr<std::string> MakePrivateDirectory() {
-  std::string path = "/tmp/shardprep-XXXXXX";
-  if (::mkdtemp(path.data()) == nullptr) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("no directory for a socket: ", path, ": ", ::strerror(errno)));
-  }
-  return path;
-}
+// Short, since socket addresses hold 107 bytes.
+constexpr char kSocketParent[] = "/tmp";
 
 class HostedController : public PrivateController {
  public:
-  explicit HostedController(std::string directory)
-      : directory_(std::move(directory)), address_(absl::StrCat("unix:", directory_, "/socket")) {}
+  explicit HostedController(std::unique_ptr<SocketDirectory> directory)
+      : directory_(std::move(directory)),
+        address_(absl::StrCat("unix:", directory_->socket_path())) {}
 
   ~HostedController() override { HostedController::Stop(absl::ZeroDuration()); }
 
@@ -36,6 +26,8 @@ class HostedController : public PrivateController {
     host.listen = {address_};
     host.metrics_listen = options.metrics_listen;
     host.allow_source_root = options.allow_source_root;
+    host.s3 = options.s3;
+    host.s3_flags = options.s3_flags;
     host.local_workers = options.workers;
     host.worker_program = options.worker_program;
     host.device = options.device;
@@ -54,12 +46,11 @@ class HostedController : public PrivateController {
   void Stop(absl::Duration grace) override {
     if (host_ != nullptr) host_->Drain(grace);
     host_.reset();
-    ::unlink(absl::StrCat(directory_, "/socket").c_str());
-    ::rmdir(directory_.c_str());
+    directory_.reset();
   }
 
  private:
-  const std::string directory_;
+  std::unique_ptr<SocketDirectory> directory_;
   const std::string address_;
   std::unique_ptr<ControllerHost> host_;
 };
@@ -69,7 +60,8 @@ class HostedController : public PrivateController {
 absl::StatusOr<std::unique_ptr<PrivateController>> PrivateController::Start(
     const PrivateControllerOptions& options) {
   if (options.workers < 1) return absl::InvalidArgumentError("workers: want at least 1");
-  SP_ASSIGN_OR_RETURN(std::string directory, MakePrivateDirectory());
+  SP_ASSIGN_OR_RETURN(std::unique_ptr<SocketDirectory> directory,
+                      SocketDirectory::Make(kSocketParent));
   auto controller = std::make_unique<HostedController>(std::move(directory));
   SP_RETURN_IF_ERROR(controller->Start(options));
   return {std::move(controller)};

@@ -1,5 +1,6 @@
 // A controller for one command: it listens on a Unix socket in a directory that only this user can
-// enter, runs its workers on this machine, and goes with the process.
+// enter, runs its workers on this machine, and goes with the process. What a killed one leaves of
+// the directory, the next one removes (service/socket_directory.h).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,11 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "workers/s3/s3_options.h"
 
 namespace shardprep {
+
+class S3Connection;
 
 struct PrivateControllerOptions {
   int workers = 1;
@@ -20,6 +24,9 @@ struct PrivateControllerOptions {
   std::string metrics_listen;                        // empty: none
   // Directories that symbolic links inside the source may lead into.
   std::vector<std::string> allow_source_root;
+  // For s3:// URIs, and the flags for workers to do the same (service/controller_host.h).
+  std::shared_ptr<S3Connection> s3;
+  S3Flags s3_flags;
   std::string worker_program;  // empty: shardprep-worker beside the own binary
 };
 

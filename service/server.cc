@@ -25,9 +25,15 @@ constexpr char kLivenessName[] = "liveness";
 // Memory that gRPC may take for calls in hand, and calls on one connection.
 constexpr size_t kQuotaBytes = size_t{256} << 20;
 constexpr int kMaxConcurrentStreams = 1024;
-// Clients ping quiet connections every minute (workers/grpc_channel.cc); more often than half of
-// that is abuse.
-constexpr int kMinPingMillis = 30'000;
+// Clients may ping every 30 s, streams open or not; ours do so every minute
+// (workers/grpc_channel.cc). The rest is room for timers that run early: three pings in shorter
+// intervals end the connection.
+constexpr int kMinPingMillis = 20'000;
+// Our own pings find clients that are gone, so that their watches end.
+constexpr int kKeepaliveMillis = 60'000;
+constexpr int kKeepaliveTimeoutMillis = 20'000;
+// Of headers that a request may have, what gRPC takes by default.
+constexpr int kMaxMetadataBytes = 8 << 10;
 
 class GrpcServer : public Server {
  public:
@@ -60,6 +66,10 @@ class GrpcServer : public Server {
     builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kMaxConcurrentStreams);
     builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS,
                                kMinPingMillis);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kKeepaliveMillis);
+    builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kKeepaliveTimeoutMillis);
+    builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMaxMetadataBytes);
     // Two controllers that share one port would split the workers between them.
     builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
     builder.RegisterService(prep_service_.get());

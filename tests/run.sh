@@ -2,10 +2,10 @@
 # run.sh: builds everything and runs every check, as continuous integration does.
 #
 # Steps, cheapest first where they do not depend on each other: packages, format, release build, all
-# tests, a benchmark smoke run, sanitizer build and tests under it, clang-tidy. The first step
-# that fails ends the run and is named last. Writes below build/ only; what tests put elsewhere goes
-# to a temporary directory that is removed, and a test that leaves something there, or a process
-# behind, is an error.
+# tests (those against S3 servers start their own), a benchmark smoke run, sanitizer build and tests
+# under it, clang-tidy. The first step that fails ends the run and is named last. Writes below build/
+# only; what tests put elsewhere goes to a temporary directory that is removed, and a test that
+# leaves something there, or a process behind, is an error.
 #
 # JOBS=N limits the processes at a time (default: one per processor).
 set -euo pipefail
@@ -16,6 +16,8 @@ readonly binaries=(shardprep shardprep-controller shardprep-worker make-checkpoi
 readonly summary_width=28
 export CCACHE_DIR=$PWD/build/ccache
 export PYTHONDONTWRITEBYTECODE=1
+# Tests that need torch fail without it instead of being left out.
+export SHARDPREP_REQUIRE_TORCH=1
 current_step=
 summary=()
 test_tmp=
@@ -23,7 +25,7 @@ test_tmp=
 # --- steps ----------------------------------------------------------------------------------------
 
 install_packages() {
-  deploy/install_packages.sh build check
+  deploy/install_packages.sh build check consumers s3test
   deploy/install_packages.sh hip || echo "Going on without the HIP packages."
 }
 
@@ -33,6 +35,10 @@ our_sources() {
 
 check_format() {
   our_sources | xargs clang-format-19 --dry-run --Werror
+}
+
+check_python() {
+  find deploy tests -name '*.py' | sort | xargs pyflakes3
 }
 
 build_release() {
@@ -46,6 +52,7 @@ test_release() {
 
 smoke_benchmark() {
   tests/bench/job_bench.py --bin build/release/bin --smoke
+  tests/support/s3_servers/rgw.sh run tests/bench/s3_bench.py --bin build/release/bin --smoke
 }
 
 # Names of the unit tests, which are those of their targets: all tests without a label.
@@ -154,11 +161,13 @@ processes_before=$(processes_left)
 
 step "packages" install_packages
 step "format" check_format
+step "python lint" check_python
 step "release build" build_release
 step "all tests" test_release
 step "benchmark smoke run" smoke_benchmark
 step "sanitizer build" build_sanitized
 step "unit tests, sanitized" test_sanitized
 step "end to end, sanitized" test_sanitized_binaries
+step "fuzzing" tests/fuzz/run.sh 20
 step "clang-tidy" check_tidy
 step "nothing left behind" check_nothing_left

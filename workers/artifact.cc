@@ -83,6 +83,8 @@ std::string RankManifestKey(int32_t rank) {
   return ObjectKey(RankManifest{.rank = rank});
 }
 
+std::string ExpertMapKey(int32_t rank) { return ObjectKey(ExpertMap{.rank = rank}); }
+
 std::string ManifestKey() { return ObjectKey(ManifestName{}); }
 
 v1::SmallFile DescribeSmallFile(const std::string& key, const std::string& bytes) {
@@ -209,6 +211,14 @@ class Destination {
     return it == objects_.end() ? nullptr : &it->second;
   }
 
+  // What the journal says of a part, whether or not it is there as recorded; null when nothing.
+  const v1::PartRecord* RecordOf(const std::string& part_key) const {
+    for (const JournalEntry& entry : journal_) {
+      if (entry.record.has_value() && entry.part_key == part_key) return &*entry.record;
+    }
+    return nullptr;
+  }
+
   // Whether the object that the record describes is there, in the recorded version.
   bool IsThere(const v1::PartRecord& record) const {
     const ObjectInfo* info = Find(record.file().key());
@@ -226,16 +236,23 @@ class Destination {
     if (std::holds_alternative<RankPart>(name) || std::holds_alternative<ReplicatedPart>(name)) {
       return FingerprintInHeader(key);
     }
+    if (std::holds_alternative<ExpertMap>(name)) return FingerprintOf<v1::ExpertMap>(key);
     if (!std::holds_alternative<RankManifest>(name) &&
         !std::holds_alternative<ReplicatedManifest>(name)) {
       return std::string();
     }
+    return FingerprintOf<v1::RankManifest>(key);
+  }
+
+  // Of a document with that message.
+  template <typename Message>
+  absl::StatusOr<std::string> FingerprintOf(const std::string& key) const {
     const auto text = store_.Get(key, kMaxDocumentBytes);
     if (absl::IsResourceExhausted(text.status())) return std::string();
     SP_RETURN_IF_ERROR(text.status());
-    v1::RankManifest manifest;
-    if (!ParseStoredJson(*text, key, kFormatVersion, manifest).ok()) return std::string();
-    return manifest.layout_fingerprint();
+    Message message;
+    if (!ParseStoredJson(*text, key, kFormatVersion, message).ok()) return std::string();
+    return message.layout_fingerprint();
   }
 
   // Whether a record describes the object in its present version.
@@ -338,6 +355,14 @@ std::vector<int32_t> ManifestRanks(const JobPlan& plan) {
   return ranks;
 }
 
+// Ranks that have an expert map: all under expert parallelism.
+std::vector<int32_t> ExpertMapRanks(const JobPlan& plan) {
+  if (plan.slices.expert_slots().groups() == 1) return {};
+  std::vector<int32_t> ranks(plan.slices.rank_count());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 // Every name of ours that the plan's artefact has.
 std::set<std::string> NeededNames(const JobPlan& plan) {
   std::set<std::string> names = {ManifestKey()};
@@ -345,6 +370,7 @@ std::set<std::string> NeededNames(const JobPlan& plan) {
     names.insert(PartKeyOf(*planned.part, planned.rank));
   }
   for (const int32_t rank : ManifestRanks(plan)) names.insert(RankManifestKey(rank));
+  for (const int32_t rank : ExpertMapRanks(plan)) names.insert(ExpertMapKey(rank));
   return names;
 }
 
@@ -390,6 +416,10 @@ absl::Status CheckFiles(const v1::Manifest& manifest, const Destination& destina
             absl::StrCat(data.key(), ": ", info->size_bytes, " bytes, want ", data.size_bytes()));
       }
     }
+  }
+  for (const v1::SmallFile& file : manifest.expert_maps()) {
+    SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(file));
+    if (!same) return absl::DataLossError(absl::StrCat(file.key(), ": missing or changed"));
   }
   for (const v1::SmallFile& file : manifest.copied_files()) {
     if (destination.Find(file.key()) == nullptr) {
@@ -451,8 +481,8 @@ absl::Status NameClash(const std::string& key, const ObjectStore& store, const s
 // FAILED_PRECONDITION for an object under a name of ours that nothing accounts for, needed or not:
 // a loader that takes every part file of a directory would read it. A manifest of this very plan
 // (`has_manifest`) accounts for all names of the plan, whatever became of the objects.
-absl::Status CheckNames(const JobPlan& plan, const Destination& destination, bool has_manifest) {
-  const std::set<std::string> needed = NeededNames(plan);
+absl::Status CheckOwnNames(const JobPlan& plan, const std::set<std::string>& needed,
+                           const Destination& destination, bool has_manifest) {
   for (const auto& [key, info] : destination.objects()) {
     const ObjectName name = ParseObjectName(key);
     if (std::holds_alternative<std::monostate>(name) || key == ManifestKey() ||
@@ -464,37 +494,71 @@ absl::Status CheckNames(const JobPlan& plan, const Destination& destination, boo
     const bool ours = fingerprint == plan.fingerprint
                           ? needed.contains(key)
                           : !fingerprint.empty() && destination.HasJournal(fingerprint);
-    if (!ours) {
+    if (ours) continue;
+    const v1::PartRecord* record = destination.RecordOf(key);
+    if (record == nullptr) {
       return NameClash(key, destination.store(), "and no record of ours accounts for it");
     }
+    return NameClash(key, destination.store(),
+                     absl::StrCat("and is not the part that was recorded: ", info.size_bytes,
+                                  " bytes in version ", info.etag, ", want ",
+                                  record->file().size_bytes(), " in version ", record->etag(),
+                                  "; delete it if it is only that part, damaged"));
   }
-  SP_ASSIGN_OR_RETURN(const auto copied, CopiedKeys(plan));
-  std::set<std::string> taken = needed;
-  for (const auto& [name, key] : copied) taken.insert(key);
-  for (const std::string& key : taken) {
-    // A listing has objects only; a link out of the store, a pipe or a directory has the name too.
+  return absl::OkStatus();
+}
+
+// FAILED_PRECONDITION for a name that something else than an object has: a listing has objects
+// only, but a link out of the store, a pipe or a directory takes a name too.
+absl::Status CheckNoObstacles(const std::set<std::string>& names, const Destination& destination) {
+  for (const std::string& key : names) {
     if (destination.Find(key) != nullptr) continue;
-    const absl::Status status = destination.store().Head(key).status();
-    if (absl::IsNotFound(status)) continue;
+    absl::Status status = destination.store().Head(key).status();
+    if (absl::IsNotFound(status)) {
+      status = destination.store().CheckNotObstructed(key);
+      if (status.ok()) continue;
+    }
     return NameClash(key, destination.store(),
                      status.ok() ? "and is no object of its own" : MessageOf(status));
   }
-  for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
-    const ObjectInfo* info = destination.Find(copied.at(file.name));
-    if (info == nullptr || info->size_bytes == file.info.size_bytes) continue;
-    bool ours = false;
-    for (const auto& [fingerprint, commit] : destination.commits()) {
-      for (const v1::SmallFile& created : commit.copied_files()) {
-        if (created.key() != copied.at(file.name)) continue;
-        SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(created));
-        ours = ours || same;
-      }
-    }
-    if (!ours) {
-      return NameClash(copied.at(file.name), destination.store(), "and is not the source's file");
+  return absl::OkStatus();
+}
+
+// Whether a commit that did not finish created the file `key` as it is now.
+absl::StatusOr<bool> IsOurCopy(const std::string& key, const Destination& destination) {
+  for (const auto& [fingerprint, commit] : destination.commits()) {
+    for (const v1::SmallFile& created : commit.copied_files()) {
+      if (created.key() != key) continue;
+      SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(created));
+      if (same) return true;
     }
   }
+  return false;
+}
+
+// FAILED_PRECONDITION for a file in the place of a copied one that is neither ours nor equal.
+absl::Status CheckCopies(const JobPlan& plan, const std::map<std::string, std::string>& keys,
+                         ObjectStore& source, const Destination& destination) {
+  for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
+    const std::string& key = keys.at(file.name);
+    if (destination.Find(key) == nullptr) continue;
+    SP_ASSIGN_OR_RETURN(const bool ours, IsOurCopy(key, destination));
+    if (ours) continue;
+    SP_ASSIGN_OR_RETURN(const std::string bytes, source.Get(file.name, kMaxSmallFileBytes));
+    SP_ASSIGN_OR_RETURN(const bool equal, destination.HasContent(DescribeSmallFile(key, bytes)));
+    if (!equal) return NameClash(key, destination.store(), "and is not the source's file");
+  }
   return absl::OkStatus();
+}
+
+absl::Status CheckNames(const JobPlan& plan, ObjectStore& source, const Destination& destination,
+                        bool has_manifest) {
+  std::set<std::string> names = NeededNames(plan);
+  SP_RETURN_IF_ERROR(CheckOwnNames(plan, names, destination, has_manifest));
+  SP_ASSIGN_OR_RETURN(const auto copied, CopiedKeys(plan));
+  for (const auto& [name, key] : copied) names.insert(key);
+  SP_RETURN_IF_ERROR(CheckNoObstacles(names, destination));
+  return CheckCopies(plan, copied, source, destination);
 }
 
 // -- Removing --
@@ -517,7 +581,8 @@ absl::Status DeleteTemporaries(const Destination& destination) {
 
 // Deletes what a commit that did not finish created.
 absl::Status DeleteCreated(const v1::Manifest& commit, const Destination& destination) {
-  for (const auto* files : {&commit.rank_manifests(), &commit.copied_files()}) {
+  for (const auto* files :
+       {&commit.rank_manifests(), &commit.expert_maps(), &commit.copied_files()}) {
     for (const v1::SmallFile& file : *files) {
       SP_ASSIGN_OR_RETURN(const bool ours, destination.HasContent(file));
       if (ours) SP_RETURN_IF_ERROR(destination.store().Delete(file.key()));
@@ -654,6 +719,31 @@ absl::Status AddRankManifests(const JobPlan& plan, const Records& records, Docum
   return absl::OkStatus();
 }
 
+absl::Status AddExpertMaps(const JobPlan& plan, Documents& documents) {
+  const SlicePlan& slices = plan.slices;
+  const ExpertSlots& slots = slices.expert_slots();
+  for (const int32_t rank : ExpertMapRanks(plan)) {
+    const int32_t group = slices.GroupOf(rank);
+    v1::ExpertMap map;
+    map.set_format_version(kFormatVersion);
+    map.set_layout_fingerprint(plan.fingerprint);
+    map.set_rank(rank);
+    map.set_expert_parallel_rank(group);
+    map.set_moe_tensor_parallel_rank(slices.PlaceInGroup(rank));
+    map.set_expert_parallel_size(slots.groups());
+    map.set_expert_placement(std::string(PlacementName(slots.placement())));
+    map.set_logical_expert_count(slots.logical_count());
+    map.set_physical_expert_count(slots.physical_count());
+    for (const int32_t slot : slots.PhysicalOf(group)) map.add_physical_experts(slot);
+    for (const int32_t expert : slots.LogicalOf(group)) map.add_logical_experts(expert);
+    for (const int32_t expert : slots.physical_to_logical()) map.add_physical_to_logical(expert);
+    SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(map));
+    *documents.manifest.add_expert_maps() = DescribeSmallFile(ExpertMapKey(rank), text);
+    documents.bytes[ExpertMapKey(rank)] = text;
+  }
+  return absl::OkStatus();
+}
+
 absl::Status AddCopiedFiles(const JobPlan& plan, ObjectStore& source, Documents& documents) {
   SP_ASSIGN_OR_RETURN(const auto keys, CopiedKeys(plan));
   for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
@@ -703,9 +793,15 @@ void DescribePlan(const JobPlan& plan, v1::Manifest& manifest) {
   manifest.set_include_mtp(plan.spec.include_mtp());
   manifest.set_part_size_bytes(plan.spec.part_size_bytes());
   manifest.set_is_shuffled(IsShuffled(plan.slices));
-  // What every family of MoeCheckpoint stores: E2M1 pairs, low nibble first, with E8M0 scales.
-  manifest.set_fp4_nibble_order("low-nibble-first");
-  manifest.set_scale_format("e8m0");
+  const ExpertFormat& format = *plan.slices.moe().format;
+  if (format.weight_bits == 4) manifest.set_fp4_nibble_order("low-nibble-first");
+  if (format.fused_scale != nullptr) {
+    const bool f32 = plan.slices.moe().scale_dtype == Dtype::kF32;
+    manifest.set_scale_format(f32 ? "f32" : "e8m0");
+  }
+  manifest.set_expert_format(summary.expert_format());
+  manifest.set_physical_expert_count(summary.physical_expert_count());
+  *manifest.mutable_rank_shapes() = summary.rank_shapes();
   manifest.set_expert_count(summary.expert_count());
   manifest.set_hidden_size(summary.hidden_size());
   manifest.set_intermediate_size(summary.intermediate_size());
@@ -729,6 +825,7 @@ absl::StatusOr<Documents> MakeDocuments(const JobPlan& plan, const Records& reco
   Documents documents;
   DescribePlan(plan, documents.manifest);
   SP_RETURN_IF_ERROR(AddRankManifests(plan, records, documents));
+  SP_RETURN_IF_ERROR(AddExpertMaps(plan, documents));
   SP_RETURN_IF_ERROR(AddCopiedFiles(plan, source, documents));
   v1::Manifest& manifest = documents.manifest;
   for (const v1::RankManifest& rank : documents.ranks) {
@@ -737,8 +834,7 @@ absl::StatusOr<Documents> MakeDocuments(const JobPlan& plan, const Records& reco
       manifest.set_total_bytes(manifest.total_bytes() + file.size_bytes());
     }
   }
-  manifest.set_content_id(
-      ContentId(documents.ranks, manifest.rank_manifests(), manifest.copied_files()));
+  manifest.set_content_id(ContentId(documents.ranks, manifest));
   return documents;
 }
 
@@ -777,11 +873,13 @@ absl::Status WriteSmallFiles(const JobPlan& plan, const Documents& documents,
   commit.set_layout_fingerprint(plan.fingerprint);
   commit.set_source_token(plan.source_token);
   *commit.mutable_rank_manifests() = documents.manifest.rank_manifests();
+  *commit.mutable_expert_maps() = documents.manifest.expert_maps();
   for (const v1::SmallFile& file : copies) *commit.add_copied_files() = file;
   SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(commit));
   ObjectStore& store = destination.store();
   SP_RETURN_IF_ERROR(store.Put(CommitKey(plan.fingerprint), text, CommitGate()).status());
-  for (const auto* files : {&commit.copied_files(), &commit.rank_manifests()}) {
+  for (const auto* files :
+       {&commit.copied_files(), &commit.rank_manifests(), &commit.expert_maps()}) {
     for (const v1::SmallFile& file : *files) {
       SP_RETURN_IF_ERROR(
           store.Put(file.key(), documents.bytes.at(file.key()), CommitGate()).status());
@@ -803,7 +901,8 @@ absl::Status PublishManifest(const std::string& text, const CommitGate& gate, Ob
 
 }  // namespace
 
-absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& destination) {
+absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& source,
+                                                    ObjectStore& destination) {
   SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
   SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
   DestinationState state;
@@ -813,7 +912,7 @@ absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectS
     return state;
   }
   state.damage = committed.damage;
-  SP_RETURN_IF_ERROR(CheckNames(plan, found, !committed.damage.empty()));
+  SP_RETURN_IF_ERROR(CheckNames(plan, source, found, !committed.damage.empty()));
   const Records records = RecordsOf(plan, found);
   std::map<RankTaskId, bool> tasks;
   bool any = false;
@@ -882,7 +981,9 @@ std::vector<PlannedPart> PlannedParts(const JobPlan& plan) {
   const std::vector<Region>& regions = plan.slices.regions();
   for (int32_t region = 0; region < static_cast<int32_t>(regions.size()); ++region) {
     for (const int32_t rank : plan.slices.RanksOf(regions[region])) {
-      for (const PartPlan& part : regions[region].parts) parts.push_back({region, rank, &part});
+      for (const PartPlan& part : plan.slices.PartsOf(regions[region], rank)) {
+        parts.push_back({region, rank, &part});
+      }
     }
   }
   return parts;
@@ -915,7 +1016,7 @@ absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedP
     out.set_row_order("as-is");
     out.set_half_count(1);
     if (!routed) continue;
-    const FusedTensor& fused = plan.slices.fused_tensors()[tensor.source];
+    const FusedTensor& fused = plan.slices.FusedTensorsOf(rank)[tensor.source];
     out.set_layout(GetLayoutInfo(fused.job.layout).name);
     out.set_row_order(fused.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is");
     out.set_fill(fused.fill);
@@ -927,7 +1028,8 @@ absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedP
     out.set_half_count(fused.halves);
     out.add_native_extent(fused.native_rows);
     out.add_native_extent(fused.native_row_elements);
-    out.set_block_size(static_cast<int32_t>(plan.slices.moe().block_size));
+    const bool bias = fused.role == Role::kW13Bias || fused.role == Role::kW2Bias;
+    out.set_block_size(bias ? 0 : static_cast<int32_t>(plan.slices.moe().block_size));
   }
   return record;
 }
@@ -989,7 +1091,7 @@ absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, Object
     return absl::FailedPreconditionError(absl::StrCat(
         destination.uri(), " holds a damaged artefact of this plan: ", committed.damage));
   }
-  SP_RETURN_IF_ERROR(CheckNames(plan, found, /*has_manifest=*/false));
+  SP_RETURN_IF_ERROR(CheckNames(plan, source, found, /*has_manifest=*/false));
   const Records records = RecordsOf(plan, found);
   SP_RETURN_IF_ERROR(ProveRecords(plan, records, destination));
   SP_ASSIGN_OR_RETURN(const Documents documents, MakeDocuments(plan, records, source));
@@ -1108,14 +1210,13 @@ std::string DescribeInputs(const std::string& found, const std::string& want) {
   return DescribeDifferences(ParseInputs(found), ParseInputs(want));
 }
 
-std::string ContentId(const std::vector<v1::RankManifest>& ranks,
-                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& rank_manifests,
-                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& copied_files) {
+std::string ContentId(const std::vector<v1::RankManifest>& ranks, const v1::Manifest& manifest) {
   std::map<std::string, std::string> digests;
   for (const v1::RankManifest& rank : ranks) {
     for (const v1::FileRecord& file : rank.files()) digests[file.key()] = file.digest();
   }
-  for (const auto* files : {&rank_manifests, &copied_files}) {
+  for (const auto* files :
+       {&manifest.rank_manifests(), &manifest.expert_maps(), &manifest.copied_files()}) {
     for (const v1::SmallFile& file : *files) {
       digests[file.key()] = absl::StrCat("sha256:", file.sha256());
     }

@@ -44,10 +44,12 @@ struct DestinationState {
 // copied file its SHA-256. A committed artefact of this plan of which files are missing or have
 // another size is kFresh: ClearLeftovers withdraws its manifest and the job makes it again.
 // Errors: FAILED_PRECONDITION when a committed artefact of another fingerprint or source lies there
-// (the message names the source files that changed, or the inputs that differ); when an object has
-// a name that the job needs and no record of ours accounts for it; or when a copied file was
-// changed after it was copied.
-absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& destination);
+// (the message names the source files that changed, or the inputs that differ); when an object, or
+// something that is none, has a name that the job needs and no record of ours accounts for it; when
+// a file under the name of one that is to be copied has other bytes than the source's; or when a
+// copied file was changed after it was copied.
+absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& source,
+                                                    ObjectStore& destination);
 
 // Deletes temporary objects, and what the journals of other fingerprints or source tokens recorded
 // at a destination without a manifest. Called once before a job's first write, at a destination
@@ -123,8 +125,7 @@ std::string DescribeInputs(const std::string& found, const std::string& want);
 // Content id: SHA-256, in hexadecimal, over one line for each file of the artefact except
 // manifest.json, sorted bytewise: the key, a NUL, the digest, a line feed. The digest of a data
 // file is its "sha256-16m:<hex>", that of a small file "sha256:<hex>".
-std::string ContentId(const std::vector<v1::RankManifest>& ranks,
-                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& rank_manifests,
-                      const google::protobuf::RepeatedPtrField<v1::SmallFile>& copied_files);
+// `manifest` lists the small files.
+std::string ContentId(const std::vector<v1::RankManifest>& ranks, const v1::Manifest& manifest);
 
 }  // namespace shardprep

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "workers/safetensors.h"
 
 namespace shardprep {
 namespace {
@@ -17,11 +18,10 @@ bool AlternatesHalves(const FusedTensor& tensor) {
          tensor.job.layout == LayoutId::kAiterE8m0GateUp;
 }
 
-BlockShape BlockShapeOf(const SlicePlan& plan, const FusedTensor& tensor) {
+BlockShape BlockShapeOf(const FusedTensor& tensor) {
   BlockShape block;
-  block.shared = tensor.halves == 1 && plan.rank_count() > 1;
-  const int64_t source_row =
-      block.shared ? tensor.job.native_cols * plan.rank_count() : tensor.job.native_cols;
+  block.shared = tensor.splits_rows;
+  const int64_t source_row = tensor.source_row_bytes * tensor.row_step;
   const int64_t widest = std::max(source_row, OutputCols(tensor.job));
   const int64_t rows = std::max(kRowMultiple, kBlockBytes / widest / kRowMultiple * kRowMultiple);
   block.rows = std::min(rows, tensor.job.rows);
@@ -30,33 +30,83 @@ BlockShape BlockShapeOf(const SlicePlan& plan, const FusedTensor& tensor) {
   return block;
 }
 
-MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& destination) {
+std::vector<RowRange> LogicalRanges(const FusedTensor& tensor, int64_t begin, int64_t end) {
+  if (!AlternatesHalves(tensor)) return {{begin, end}};
+  const int64_t half = tensor.job.rows / 2;
+  return {{begin / 2, end / 2}, {half + begin / 2, half + end / 2}};
+}
+
+std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRange& range) {
+  std::vector<SlicePiece> pieces;
+  for (int s = 0; s < static_cast<int>(slices.size()); ++s) {
+    const Slice& slice = slices[s];
+    const int64_t begin = std::max(range.begin, slice.first_row);
+    const int64_t end = std::min(range.end, slice.first_row + slice.rows);
+    if (begin >= end) continue;
+    pieces.push_back({.slice = s,
+                      .source_row = slice.row_begin + (begin - slice.first_row) * slice.row_step,
+                      .source_rows = (end - begin - 1) * slice.row_step + 1,
+                      .first_row = begin,
+                      .rows = end - begin});
+  }
+  return pieces;
+}
+
+MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
+                        const ObjectStore& destination) {
   MemoryNeed need;
-  int64_t largest_output = kBlockBytes;
+  need.preferred_read = source.PreferredReadBytes();
+  int64_t largest_output = kBlockBytes, least_span = need.preferred_read;
   for (const FusedTensor& tensor : plan.fused_tensors()) {
-    const BlockShape block = BlockShapeOf(plan, tensor);
+    const BlockShape block = BlockShapeOf(tensor);
     largest_output = std::max(largest_output, block.output_bytes);
+    least_span =
+        std::max(least_span, block.source_bytes / block.rows * std::min(block.rows, kRowMultiple));
+    if (need.preferred_read > 0) continue;
     if (block.shared) {
       need.shared_block = std::max(need.shared_block, block.source_bytes);
     } else {
       need.per_thread = std::max(need.per_thread, block.source_bytes);
     }
   }
-  need.per_rank = destination.WriteBufferBytes(largest_output);
+  int64_t largest_part = 0, largest_source = 0;
+  for (const Region& region : plan.regions()) {
+    largest_source = std::max(largest_source, region.source_bytes);
+    for (const PartPlan& part : region.parts) {
+      largest_part = std::max(largest_part, part.data_bytes);
+    }
+  }
+  need.per_rank = destination.WriteBufferBytes(largest_part + kMaxHeaderBytes, largest_output);
+  if (need.preferred_read > 0) {
+    least_span = (least_span + kSpanAlignment - 1) / kSpanAlignment * kSpanAlignment;
+    need.read_ahead_least = 2 * least_span;
+    // Two spans in use beside those that are fetched, each of at most two preferred reads.
+    need.read_ahead_most =
+        std::max(need.read_ahead_least,
+                 std::min(int64_t{2} * (kSourceReaders + 2) * least_span, 2 * largest_source));
+  }
   return need;
 }
 
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,
                                     int32_t rank_count, int32_t threads) {
-  for (int32_t t = std::min(threads, rank_count); t >= 1; --t) {
-    const int64_t left = budget_bytes - need.Total(0, t);
-    const int64_t ranks = left < 0 ? 0 : left / need.per_rank;
-    // Giving up a thread is cheaper than reading the source twice.
-    if (ranks >= rank_count) return LeaseShape{rank_count, t};
-    if (t == 1 && ranks >= 1) return LeaseShape{static_cast<int32_t>(ranks), 1};
+  if (budget_bytes < need.Total(1, 1)) {
+    return absl::InvalidArgumentError(absl::StrCat("memory budget of ", budget_bytes,
+                                                   " bytes is too small, want at least ",
+                                                   need.Total(1, 1)));
   }
-  return absl::InvalidArgumentError(absl::StrCat(
-      "memory budget of ", budget_bytes, " bytes is too small, want at least ", need.Total(1, 1)));
+  // Giving up threads is cheaper than giving up ranks, which reads the source twice.
+  const int64_t fit = (budget_bytes - need.Total(0, 1)) / need.per_rank;
+  LeaseShape shape;
+  shape.ranks = static_cast<int32_t>(std::min<int64_t>(fit, rank_count));
+  shape.threads = 1;
+  while (shape.threads < std::min(threads, shape.ranks) &&
+         need.Total(shape.ranks, shape.threads + 1) <= budget_bytes) {
+    ++shape.threads;
+  }
+  const int64_t spare = budget_bytes - need.Total(shape.ranks, shape.threads);
+  shape.read_ahead = std::min(need.read_ahead_most, need.read_ahead_least + spare);
+  return shape;
 }
 
 }  // namespace shardprep

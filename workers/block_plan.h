@@ -1,10 +1,12 @@
 // How a region is streamed: rows per block, and the memory that takes. Pure.
 //
 // A block is a multiple of 32 output rows whose source bytes come to about kBlockBytes, so that
-// reading, shuffling and digesting it stay within a core's second-level cache.
+// reading, shuffling and digesting it stay within a core's second-level cache. Sources where each
+// read is a request are read ahead in larger spans (source_spans.h), and blocks are cut from those.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "workers/object_store.h"
@@ -24,33 +26,74 @@ struct BlockShape {
   bool shared = false;
 };
 
-BlockShape BlockShapeOf(const SlicePlan& plan, const FusedTensor& tensor);
+BlockShape BlockShapeOf(const FusedTensor& tensor);
 
 // True when gate and up rows alternate in the output, so that a block needs rows of both halves.
 bool AlternatesHalves(const FusedTensor& tensor);
 
-// Buffers of one lease, in bytes.
+// Rows [begin, end) of the padded logical matrix.
+struct RowRange {
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+// The logical rows that output rows [begin, end), both multiples of 32, are made of: one range, or
+// one of each half.
+std::vector<RowRange> LogicalRanges(const FusedTensor& tensor, int64_t begin, int64_t end);
+
+// The part of a slice that lies in a range of logical rows, and where in its source tensor it is.
+struct SlicePiece {
+  int slice = 0;            // index into the slices
+  int64_t source_row = 0;   // first row, of the source tensor
+  int64_t source_rows = 0;  // from the first to the last, those between that it steps over included
+  int64_t first_row = 0;    // first row, of the padded logical matrix
+  int64_t rows = 0;
+};
+
+// In the order of `slices`; pad rows belong to none.
+std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRange& range);
+
+// Ranges of a source that prefers large reads which are fetched at a time.
+inline constexpr int kSourceReaders = 16;
+
+// Spans start at multiples of it in the buffer that they share.
+inline constexpr int64_t kSpanAlignment = 64;
+
+// Buffers of one lease, in bytes. Either the threads read blocks, or, where the source prefers
+// large reads, spans are read ahead into one buffer that all threads share.
 struct MemoryNeed {
   int64_t per_rank = 0;      // write buffer of a rank's stream
   int64_t per_thread = 0;    // block that only one thread reads
   int64_t shared_block = 0;  // a block that all threads share; threads + 1 of them are in flight
 
+  int64_t preferred_read = 0;    // ObjectStore::PreferredReadBytes() of the source; 0: blocks
+  int64_t read_ahead_least = 0;  // two spans of the least size
+  int64_t read_ahead_most = 0;   // as much as kSourceReaders can keep busy; more is no use
+
+  // With the least to read ahead in: what a lease cannot do without.
   int64_t Total(int64_t ranks, int64_t threads) const {
-    return ranks * per_rank + threads * per_thread + (threads + 1) * shared_block;
+    return ranks * per_rank + threads * per_thread + (threads + 1) * shared_block +
+           read_ahead_least;
+  }
+  // With the most to read ahead in: what a lease can make use of.
+  int64_t Most(int64_t ranks, int64_t threads) const {
+    return Total(ranks, threads) + read_ahead_most - read_ahead_least;
   }
 };
 
-MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& destination);
+MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
+                        const ObjectStore& destination);
 
 // How a lease uses a budget.
 struct LeaseShape {
   int32_t ranks = 0;
   int32_t threads = 0;
+  int64_t read_ahead = 0;  // bytes, of MemoryNeed::read_ahead_least to _most
 };
 
-// As many of `rank_count` ranks as fit, with at most `threads` threads (fewer when the budget
-// demands it, and never more than ranks). INVALID_ARGUMENT stating the minimum budget when not even
-// one rank on one thread fits.
+// As many of `rank_count` ranks as fit, with at most `threads` threads (never more than ranks). A
+// budget that does not suffice for all cuts first what is read ahead, then threads, then ranks.
+// INVALID_ARGUMENT stating the minimum budget when not even one rank on one thread fits.
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,
                                     int32_t rank_count, int32_t threads);
 

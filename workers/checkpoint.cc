@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <exception>
+#include <functional>
 #include <limits>
 #include <set>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "kernels/status_macros.h"
 #include "workers/digest.h"
 #include "workers/object_names.h"
+#include "workers/parallel.h"
 
 namespace shardprep {
 namespace {
@@ -30,8 +32,9 @@ constexpr char kDataExtension[] = ".safetensors";
 constexpr char kIndexExtension[] = ".safetensors.index.json";
 constexpr char kNestedConfig[] = "text_config";
 constexpr int64_t kMaxManifestBytes = int64_t{64} << 20;
-// Read at once in the hope that it holds the whole header: a request saved per file.
-constexpr int64_t kFirstReadBytes = int64_t{1} << 20;
+// Read at once in the hope that it holds the whole header: a request saved per file. A file of
+// V4-Pro has a header of 300 KB.
+constexpr int64_t kFirstReadBytes = int64_t{512} << 10;
 // Messages travel in gRPC trailers, which are small.
 constexpr size_t kMaxListed = 20;
 
@@ -147,7 +150,7 @@ class CheckpointReader {
     SP_RETURN_IF_ERROR(RefusePreparedSource());
     SP_RETURN_IF_ERROR(ChooseFiles());
     SP_RETURN_IF_ERROR(ReadConfig());
-    for (const std::string& name : names_) SP_RETURN_IF_ERROR(ReadFile(name));
+    SP_RETURN_IF_ERROR(ReadFiles());
     found_.SortByName();
     SP_ASSIGN_OR_RETURN(const std::vector<bool> taken,
                         index_.has_value() ? TakeIndexedTensors() : TakeAllTensors());
@@ -161,6 +164,7 @@ class CheckpointReader {
   absl::Status ListRoot() {
     SP_ASSIGN_OR_RETURN(std::vector<ObjectEntry> entries, source_.List(""));
     for (ObjectEntry& entry : entries) {
+      listed_.insert(entry.key);
       if (entry.key.find('/') == std::string::npos) root_.push_back(std::move(entry));
     }
     return absl::OkStatus();
@@ -216,6 +220,8 @@ class CheckpointReader {
   absl::Status CheckIndexedFilesExist() {
     std::vector<std::string> missing;
     for (const std::string& name : names_) {
+      if (listed_.count(name) != 0) continue;
+      // Listings leave out what cannot be opened, and do not say why.
       const absl::Status status = source_.Head(name).status();
       if (absl::IsNotFound(status)) {
         missing.push_back(name);
@@ -278,38 +284,90 @@ class CheckpointReader {
     return absl::OkStatus();
   }
 
-  // Reads the 8 + N header bytes of a file.
-  absl::StatusOr<std::string> ReadHeaderBytes(ObjectReader& reader, const std::string& name) {
-    const int64_t size_bytes = reader.info().size_bytes;
-    std::string bytes(static_cast<size_t>(std::min(size_bytes, kFirstReadBytes)), '\0');
-    const auto read = [&](int64_t from) {
-      auto* data = reinterpret_cast<uint8_t*>(bytes.data());
-      return reader.ReadAt(from, absl::MakeSpan(data + from, bytes.size() - from));
+  // A file whose header is being read.
+  struct OpenFile {
+    std::string name;
+    std::unique_ptr<ObjectReader> reader;
+    std::string bytes;   // of the file's start
+    int64_t needed = 0;  // of them: 8 + N
+    absl::Status status;
+  };
+
+  // Where each read is a request, those of several files are under way at once; what is found, and
+  // which error is reported, does not depend on it.
+  absl::Status ReadFiles() {
+    const size_t at_once = source_.PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
+    for (size_t begin = 0; begin < names_.size(); begin += at_once) {
+      std::vector<OpenFile> files(std::min(at_once, names_.size() - begin));
+      for (size_t f = 0; f < files.size(); ++f) files[f].name = names_[begin + f];
+      ReadHeaders(files);
+      for (const OpenFile& file : files) SP_RETURN_IF_ERROR(AddFile(file));
+    }
+    return absl::OkStatus();
+  }
+
+  // Reads the header bytes of the files up to the first that fails.
+  void ReadHeaders(std::vector<OpenFile>& files) {
+    const auto for_each = [&](size_t count, const std::function<absl::Status(OpenFile&)>& step) {
+      ForEachAtOnce(static_cast<int64_t>(count), static_cast<int>(files.size()), [&](int64_t f) {
+        OpenFile& file = files[static_cast<size_t>(f)];
+        if (file.status.ok()) file.status = step(file);
+      });
     };
-    if (!bytes.empty()) SP_RETURN_IF_ERROR(read(0));
-    SP_ASSIGN_OR_RETURN(const int64_t length, ParseHeaderLength(bytes, size_bytes, name));
-    header_bytes_total_ += kHeaderLengthBytes + length;
+    for_each(files.size(), [this](OpenFile& file) { return ReadStart(file); });
+    size_t good = 0;
+    for (; good < files.size(); ++good) {
+      OpenFile& file = files[good];
+      if (file.status.ok()) file.status = CountHeader(file);
+      if (!file.status.ok()) break;
+    }
+    for_each(good, ReadRest);
+  }
+
+  absl::Status ReadStart(OpenFile& file) const {
+    absl::StatusOr<std::unique_ptr<ObjectReader>> reader = source_.Open(file.name);
+    if (!reader.ok()) return WithPrefix(PrintableName(file.name), reader.status());
+    file.reader = *std::move(reader);
+    const int64_t size_bytes = file.reader->info().size_bytes;
+    file.bytes.resize(static_cast<size_t>(std::min(size_bytes, kFirstReadBytes)));
+    return file.bytes.empty() ? absl::OkStatus() : ReadFrom(file, 0);
+  }
+
+  // Reads what is left of the header.
+  static absl::Status ReadRest(OpenFile& file) {
+    const auto have = static_cast<int64_t>(file.bytes.size());
+    file.bytes.resize(static_cast<size_t>(file.needed));
+    return file.needed > have ? ReadFrom(file, have) : absl::OkStatus();
+  }
+
+  static absl::Status ReadFrom(OpenFile& file, int64_t from) {
+    auto* data = reinterpret_cast<uint8_t*>(file.bytes.data());
+    return file.reader->ReadAt(from, absl::MakeSpan(data + from, file.bytes.size() - from));
+  }
+
+  // How long the header is, by the first bytes, and whether that is not too much.
+  absl::Status CountHeader(OpenFile& file) {
+    const std::string name = PrintableName(file.name);
+    SP_ASSIGN_OR_RETURN(const int64_t length,
+                        ParseHeaderLength(file.bytes, file.reader->info().size_bytes, name));
+    file.needed = kHeaderLengthBytes + length;
+    header_bytes_total_ += file.needed;
     if (header_bytes_total_ > options_.max_header_bytes_total) {
       return absl::ResourceExhaustedError(absl::StrCat(name, ": headers up to this file are ",
                                                        header_bytes_total_, " bytes, at most ",
                                                        options_.max_header_bytes_total));
     }
-    const auto have = static_cast<int64_t>(bytes.size());
-    bytes.resize(static_cast<size_t>(kHeaderLengthBytes + length));
-    if (static_cast<int64_t>(bytes.size()) > have) SP_RETURN_IF_ERROR(read(have));
-    return bytes;
+    return absl::OkStatus();
   }
 
-  absl::Status ReadFile(const std::string& name) {
-    const absl::StatusOr<std::unique_ptr<ObjectReader>> reader = source_.Open(name);
-    if (!reader.ok()) return WithPrefix(PrintableName(name), reader.status());
-    SP_ASSIGN_OR_RETURN(const std::string bytes, ReadHeaderBytes(**reader, PrintableName(name)));
-    const ObjectInfo& info = (*reader)->info();
+  absl::Status AddFile(const OpenFile& file) {
+    SP_RETURN_IF_ERROR(file.status);
+    const ObjectInfo& info = file.reader->info();
     SP_ASSIGN_OR_RETURN(const SafetensorsHeader header,
-                        ParseHeader(absl::string_view(bytes).substr(kHeaderLengthBytes),
-                                    info.size_bytes, PrintableName(name)));
+                        ParseHeader(absl::string_view(file.bytes).substr(kHeaderLengthBytes),
+                                    info.size_bytes, PrintableName(file.name)));
     if (header.metadata.count(kFingerprintMetadataKey) != 0) {
-      return PreparedOutputError(PrintableName(name),
+      return PreparedOutputError(PrintableName(file.name),
                                  absl::StrCat("its header has ", kFingerprintMetadataKey));
     }
     for (int64_t i = 0; i < header.tensors.size(); ++i) {
@@ -317,10 +375,10 @@ class CheckpointReader {
       tensor.file = static_cast<int64_t>(result_.files_.size());
       found_.Add(tensor);
     }
-    result_.files_.push_back({.name = name,
+    result_.files_.push_back({.name = file.name,
                               .size_bytes = info.size_bytes,
                               .data_start = header.data_start,
-                              .header_sha256 = Sha256Hex(bytes),
+                              .header_sha256 = Sha256Hex(file.bytes),
                               .etag = info.etag});
     return absl::OkStatus();
   }
@@ -405,6 +463,7 @@ class CheckpointReader {
   ObjectStore& source_;
   const CheckpointOptions& options_;
   std::vector<ObjectEntry> root_;
+  std::set<std::string> listed_;  // every key of the source
   std::optional<SafetensorsIndex> index_;
   std::vector<std::string> names_;  // of the files to open, sorted
   int64_t header_bytes_total_ = 0;

@@ -105,7 +105,9 @@ class Checkpoint {
   std::unique_ptr<nlohmann::json> config_;
 };
 
-// Reads headers, index and config.json of `source`. Errors:
+// Reads headers, index and config.json of `source`: of each data file its header, or the first
+// 512 KiB when the header is shorter. Where reads are requests (PreferredReadBytes() > 0), 16 files
+// are read at once, on threads of its own. Errors, of the first file in order that has one:
 // INVALID_ARGUMENT: malformed header, index or config; an index file name that leaves the source; a
 //   tensor in two files without an index (both are named).
 // FAILED_PRECONDITION: nothing to read here; files that the index (or a name like

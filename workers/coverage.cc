@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <map>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -44,38 +46,44 @@ class CoverageProof {
     return absl::OkStatus();
   }
 
-  absl::Status CoverRouted(const Region& region) {
-    for (const PartPlan& part : region.parts) {
-      for (const PartTensor& tensor : part.tensors) {
-        SP_RETURN_IF_ERROR(CoverFused(region, plan_.fused_tensors()[tensor.source]));
-      }
-    }
-    return absl::OkStatus();
-  }
+  using SlicesByTensor = std::map<int32_t, std::vector<Slice>>;
 
-  absl::Status CoverFused(const Region& region, const FusedTensor& fused) {
-    std::map<int32_t, std::vector<Slice>> by_tensor;
-    for (const int32_t rank : plan_.RanksOf(region)) {
-      for (int64_t expert = 0; expert < fused.experts; ++expert) {
-        const std::vector<Slice> slices = plan_.SlicesOf(region, fused, rank, expert);
-        SP_RETURN_IF_ERROR(CheckMatrix(region, fused, rank, expert, slices));
-        for (const Slice& slice : slices) by_tensor[slice.tensor].push_back(slice);
-      }
+  absl::Status CoverRouted(const Region& region) {
+    SlicesByTensor by_tensor;
+    for (int shape = 0; shape < plan_.shape_count(); ++shape) {
+      SP_RETURN_IF_ERROR(CoverShape(region, shape, by_tensor));
     }
     for (auto& [tensor, slices] : by_tensor) {
       SP_RETURN_IF_ERROR(Claim(tensor, Way::kRouted));
       SP_RETURN_IF_ERROR(CheckTiling(tensor, slices));
-      totals_.routed_bytes += plan_.checkpoint().tensors().at(tensor).size_bytes;
+      for (const Slice& slice : slices) totals_.routed_bytes += slice.rows * slice.col_bytes;
     }
     return absl::OkStatus();
   }
 
-  // The slices of one rank's matrix, on the side where they land.
+  absl::Status CoverShape(const Region& region, int shape, SlicesByTensor& by_tensor) const {
+    for (const int32_t rank : plan_.RanksOf(region)) {
+      if (plan_.ShapeOf(rank) != shape) continue;
+      for (const PartPlan& part : plan_.PartsOf(region, rank)) {
+        for (const PartTensor& tensor : part.tensors) {
+          const FusedTensor& fused = plan_.FusedTensorsOf(rank)[tensor.source];
+          for (int64_t slot = 0; slot < fused.experts; ++slot) {
+            const std::vector<Slice> slices = plan_.SlicesOf(region, fused, rank, slot);
+            SP_RETURN_IF_ERROR(CheckMatrix(region, fused, rank, slot, slices));
+            for (const Slice& slice : slices) by_tensor[slice.tensor].push_back(slice);
+          }
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // The slices in one slot of one rank, on the side where they land.
   absl::Status CheckMatrix(const Region& region, const FusedTensor& fused, int32_t rank,
-                           int64_t expert, const std::vector<Slice>& slices) const {
+                           int64_t slot, const std::vector<Slice>& slices) const {
     const auto fail = [&](const std::string& what) {
-      return absl::DataLossError(absl::StrCat(region.name, ", ", std::string(RoleName(fused.role)),
-                                              ", rank ", rank, ", expert ", expert, ": ", what));
+      return absl::DataLossError(absl::StrCat(region.name, ", ", fused.name, ", rank ", rank,
+                                              ", slot ", slot, ": ", what));
     };
     const int64_t half_rows = fused.job.rows / fused.halves;
     std::vector<int64_t> filled(fused.halves, 0);
@@ -102,40 +110,74 @@ class CoverageProof {
     return absl::OkStatus();
   }
 
-  // The slices of one source tensor over all ranks: bands of whole rows or of whole columns that
-  // follow each other without gap or overlap.
+  // The slices of one source tensor over all ranks and slots: bands of whole rows, or bands of
+  // whole columns of the same rows, that follow each other without gap or overlap. Rows that are
+  // taken every other one are two tensors side by side.
   absl::Status CheckTiling(int32_t tensor, std::vector<Slice>& slices) const {
     const int64_t row_bytes = slices.front().source_row_bytes;
+    const int64_t step = slices.front().row_step;
     const int64_t size = plan_.checkpoint().tensors().at(tensor).size_bytes;
-    if (row_bytes < 1 || size % row_bytes != 0) {
+    if (row_bytes < 1 || step < 1 || size % (row_bytes * step) != 0) {
       return Fail(tensor, absl::StrCat(size, " bytes in rows of ", row_bytes));
     }
-    const int64_t rows = size / row_bytes;
-    const bool row_bands = slices.front().whole_rows();
-    std::sort(slices.begin(), slices.end(), [row_bands](const Slice& a, const Slice& b) {
-      return row_bands ? a.row_begin < b.row_begin : a.col_begin < b.col_begin;
-    });
-    int64_t next = 0;
+    std::vector<std::vector<Slice>> lanes(static_cast<size_t>(step));
     for (const Slice& slice : slices) {
-      const bool across =
-          row_bands ? slice.whole_rows() : slice.row_begin == 0 && slice.rows == rows;
-      if (!across || slice.source_row_bytes != row_bytes) {
-        return Fail(tensor, "its slices do not all go across the tensor");
+      if (slice.source_row_bytes != row_bytes || slice.row_step != step || slice.row_begin < 0) {
+        return Fail(tensor, "its slices do not all see the same rows");
       }
-      const int64_t begin = row_bands ? slice.row_begin : slice.col_begin;
-      if (begin != next) {
-        return Fail(tensor, absl::StrCat(begin > next ? "gap" : "overlap", " between ",
-                                         row_bands ? "row " : "byte column ", std::min(begin, next),
-                                         " and ", std::max(begin, next)));
-      }
-      next += row_bands ? slice.rows : slice.col_bytes;
+      lanes[static_cast<size_t>(slice.row_begin % step)].push_back(slice);
     }
-    const int64_t want = row_bands ? rows : row_bytes;
-    if (next != want) {
-      return Fail(tensor, absl::StrCat("slices cover ", next, row_bands ? " rows" : " byte columns",
-                                       ", want ", want));
+    for (std::vector<Slice>& lane : lanes) {
+      SP_RETURN_IF_ERROR(CheckLane(tensor, size / row_bytes / step, lane));
     }
     return absl::OkStatus();
+  }
+
+  // As CheckTiling; rows are counted in steps.
+  absl::Status CheckLane(int32_t tensor, int64_t rows, std::vector<Slice>& slices) const {
+    const auto key = [](const Slice& s) {
+      return std::make_tuple(s.row_begin / s.row_step, s.rows, s.col_begin, s.col_bytes);
+    };
+    std::sort(slices.begin(), slices.end(),
+              [&](const Slice& a, const Slice& b) { return key(a) < key(b); });
+    int64_t next_row = 0;
+    for (size_t at = 0; at < slices.size();) {
+      const int64_t begin = slices[at].row_begin / slices[at].row_step;
+      const int64_t band_rows = slices[at].rows;
+      if (begin != next_row) {
+        return Fail(tensor,
+                    absl::StrCat(begin > next_row ? "gap" : "overlap", " between row ",
+                                 std::min(begin, next_row), " and ", std::max(begin, next_row)));
+      }
+      int64_t next_column = 0;
+      size_t copies = 0;
+      while (at < slices.size() && slices[at].row_begin / slices[at].row_step == begin) {
+        const Slice& slice = slices[at];
+        if (slice.rows != band_rows) return Fail(tensor, "its slices do not go across the tensor");
+        if (slice.col_begin != next_column) {
+          return Fail(tensor,
+                      absl::StrCat(slice.col_begin > next_column ? "gap" : "overlap",
+                                   " between byte column ", std::min(slice.col_begin, next_column),
+                                   " and ", std::max(slice.col_begin, next_column)));
+        }
+        size_t same = at;
+        while (same < slices.size() && key(slices[same]) == key(slice)) ++same;
+        if (copies == 0) copies = same - at;
+        if (same - at != copies) {
+          return Fail(tensor, absl::StrCat("rows from ", begin, " are carried ", copies,
+                                           " times, some columns of them ", same - at));
+        }
+        next_column += slice.col_bytes;
+        at = same;
+      }
+      if (next_column != slices.front().source_row_bytes) {
+        return Fail(tensor, absl::StrCat("slices cover ", next_column, " byte columns, want ",
+                                         slices.front().source_row_bytes));
+      }
+      next_row += band_rows;
+    }
+    if (next_row == rows) return absl::OkStatus();
+    return Fail(tensor, absl::StrCat("slices cover ", next_row, " rows, want ", rows));
   }
 
   absl::Status CoverReplicated(const Region& region) {

@@ -8,14 +8,15 @@
 
 namespace shardprep {
 
-// Source bytes that the plan carries.
+// Source bytes that the plan carries; those of an expert with several slots once for each.
 struct CoverageTotals {
   int64_t routed_bytes = 0;
   int64_t replicated_bytes = 0;
 };
 
 // Looks at extents only and trusts nothing that the planner computed them from:
-//  - the slices of all ranks tile each routed expert's tensor, without gap or overlap;
+//  - the slices of all ranks tile each routed expert's tensor, without gap or overlap, as often as
+//    the expert has slots, and each expert has one;
 //  - inside one rank's matrix they lie apart, at the head of their half, and fill it up to the
 //    native rows, so that pads stand at the tails;
 //  - every other tensor of the checkpoint is stored once or on the list of what is left behind;

@@ -22,6 +22,14 @@
 //       renameat2(RENAME_NOREPLACE).
 //   6c. Remove the temporary name.
 //
+// Faults. EINTR and short counts are no faults: the call goes on where it stopped. A read that
+// fails for what may pass (EIO and ESTALE of a network file system among it) is tried again as a
+// request to an object store is: the file is opened anew by its name, must be the pinned version,
+// and is read again, kReadAttempts times in all within about a second. Writes are never tried again
+// here: after a failed write-back Linux forgets what it could not write, so a second fsync of the
+// same file would succeed over lost bytes. The writer fails with UNAVAILABLE, its file goes, and
+// the caller's next attempt writes every byte again.
+//
 // Symbolic links. Reading follows them while the resolved file lies below the resolved root, below
 // an allowed root or, when the root lies in a `snapshots/<revision>` directory, below the `blobs`
 // directory beside `snapshots`: that is how the Hugging Face cache stores a model. Anything else is
@@ -53,10 +61,13 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/status/status.h"
+#include "absl/strings/cord.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
 #include "kernels/status_macros.h"
 #include "workers/object_names.h"
 #include "workers/open_store.h"
@@ -85,6 +96,7 @@ int FileOps::Link(int from_dir, const char* from, int to_dir, const char* to) {
   return ::linkat(from_dir, from, to_dir, to, 0);
 }
 int FileOps::Unlink(int dir, const char* name) { return ::unlinkat(dir, name, 0); }
+void FileOps::Sleep(absl::Duration duration) { absl::SleepFor(duration); }
 
 namespace {
 
@@ -95,6 +107,10 @@ constexpr int64_t kWritePieceBytes = int64_t{256} << 10;
 constexpr int64_t kWritebackBytes = int64_t{4} << 20;
 // Bounds the repetitions after another process removed a directory that was about to be used.
 constexpr int kMaxAttempts = 16;
+// Of one read, with pauses of 40, 160 and 640 ms between them.
+constexpr int kReadAttempts = 4;
+constexpr absl::Duration kFirstReadPause = absl::Milliseconds(40);
+constexpr int kReadPauseFactor = 4;
 
 // What the caller should do about an errno. EIO and ESTALE are UNAVAILABLE, not DATA_LOSS: network
 // file systems give both for a passing fault, a new attempt opens its files anew and compares their
@@ -147,9 +163,11 @@ absl::StatusCode CodeOfErrno(int error) {
 }
 
 absl::Status ErrnoStatus(int error, const std::string& path, absl::string_view call) {
-  return absl::Status(CodeOfErrno(error),
+  absl::Status status(CodeOfErrno(error),
                       absl::StrCat(path, ": ", call, ": ", std::generic_category().message(error),
                                    " (errno ", error, ")"));
+  if (error == ENOSPC || error == EDQUOT) status.SetPayload(kNoSpacePayload, absl::Cord());
+  return status;
 }
 
 // Repeats `call` while a signal interrupts it.
@@ -637,65 +655,106 @@ void Tree::PruneWorkDirectories(std::string directory) const {
 class DirectoryReader final : public ObjectReader {
  public:
   DirectoryReader(const Tree* tree, std::string key, OpenedFile file)
-      : tree_(tree), key_(std::move(key)), file_(std::move(file)) {
-    ::posix_fadvise(file_.fd.get(), 0, 0, POSIX_FADV_SEQUENTIAL);
+      : tree_(tree),
+        key_(std::move(key)),
+        info_(std::move(file.info)),
+        fd_(std::make_shared<const UniqueFd>(std::move(file.fd))) {
+    ::posix_fadvise(fd_->get(), 0, 0, POSIX_FADV_SEQUENTIAL);
   }
 
   absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) override {
     const auto size = static_cast<int64_t>(out.size());
-    if (offset < 0 || offset > file_.info.size_bytes || size > file_.info.size_bytes - offset) {
-      return absl::OutOfRangeError(
-          absl::StrCat(tree_->PathOf(key_), ": ", size, " bytes from offset ", offset,
-                       " on, want a range in [0, ", file_.info.size_bytes, ")"));
+    if (offset < 0 || offset > info_.size_bytes || size > info_.size_bytes - offset) {
+      return absl::OutOfRangeError(absl::StrCat(Path(), ": ", size, " bytes from offset ", offset,
+                                                " on, want a range in [0, ", info_.size_bytes,
+                                                ")"));
     }
-    int64_t done = 0;
-    while (done < size) {
-      const size_t want = std::min(static_cast<size_t>(size - done), kMaxTransferBytes);
-      const ssize_t got = RetryInterrupted([&] {
-        return tree_->ops().Pread(file_.fd.get(), out.data() + done, want, offset + done);
-      });
-      if (got < 0) return ErrnoStatus(errno, tree_->PathOf(key_), "pread");
-      if (got == 0) {
-        return absl::DataLossError(absl::StrCat(tree_->PathOf(key_),
-                                                ": truncated while reading: ", offset + done,
-                                                " bytes, want ", file_.info.size_bytes));
-      }
-      done += got;
+    absl::Status status = ReadFrom(*File(), offset, out);
+    absl::Duration pause = kFirstReadPause;
+    for (int attempt = 1; absl::IsUnavailable(status) && attempt < kReadAttempts; ++attempt) {
+      tree_->ops().Sleep(pause);
+      pause *= kReadPauseFactor;
+      status = Reopen();
+      if (status.ok()) status = ReadFrom(*File(), offset, out);
     }
-    return absl::OkStatus();
+    return status;
   }
 
   void WillNeed(int64_t offset, int64_t size) override {
     if (offset < 0 || size <= 0) return;  // to posix_fadvise a size of 0 means "to the end"
-    ::posix_fadvise(file_.fd.get(), offset, size, POSIX_FADV_WILLNEED);
+    ::posix_fadvise(File()->get(), offset, size, POSIX_FADV_WILLNEED);
   }
 
   absl::Status CheckUnchanged() override {
-    const std::string path = tree_->PathOf(key_);
+    SP_RETURN_IF_ERROR(CheckInPlace());
+    return OpenPinned().status();
+  }
+
+  // Whether the file that was opened is as it was, whatever has its name now.
+  absl::Status CheckInPlace() const {
     struct stat st;
-    if (::fstat(file_.fd.get(), &st) != 0) return ErrnoStatus(errno, path, "fstat");
-    SP_RETURN_IF_ERROR(Compare(path, InfoOf(st)));
-    const absl::StatusOr<OpenedFile> now = tree_->OpenForRead(key_);
+    if (::fstat(File()->get(), &st) == 0) return Compare(InfoOf(st));
+    // A stale handle says only that the name must be asked again.
+    return errno == ESTALE ? absl::OkStatus() : ErrnoStatus(errno, Path(), "fstat");
+  }
+
+  const ObjectInfo& info() const override { return info_; }
+
+ private:
+  std::string Path() const { return tree_->PathOf(key_); }
+
+  std::shared_ptr<const UniqueFd> File() const {
+    absl::MutexLock lock(&mu_);
+    return fd_;
+  }
+
+  absl::Status ReadFrom(const UniqueFd& fd, int64_t offset, absl::Span<uint8_t> out) const {
+    while (!out.empty()) {
+      const size_t want = std::min(out.size(), kMaxTransferBytes);
+      const ssize_t got =
+          RetryInterrupted([&] { return tree_->ops().Pread(fd.get(), out.data(), want, offset); });
+      if (got < 0) return ErrnoStatus(errno, Path(), "pread");
+      if (got == 0) {
+        return absl::DataLossError(absl::StrCat(Path(), ": truncated while reading: ", offset,
+                                                " bytes, want ", info_.size_bytes));
+      }
+      out.remove_prefix(static_cast<size_t>(got));
+      offset += got;
+    }
+    return absl::OkStatus();
+  }
+
+  // The file that has the name now, which must be the pinned version.
+  absl::StatusOr<OpenedFile> OpenPinned() const {
+    absl::StatusOr<OpenedFile> now = tree_->OpenForRead(key_);
     if (absl::IsNotFound(now.status()) || absl::IsFailedPrecondition(now.status())) {
       return absl::DataLossError(
           absl::StrCat("replaced or removed while reading: ", now.status().message()));
     }
     SP_RETURN_IF_ERROR(now.status());
-    return Compare(path, now->info);
+    SP_RETURN_IF_ERROR(Compare(now->info));
+    return now;
   }
 
-  const ObjectInfo& info() const override { return file_.info; }
+  absl::Status Reopen() {
+    SP_ASSIGN_OR_RETURN(OpenedFile now, OpenPinned());
+    auto fd = std::make_shared<const UniqueFd>(std::move(now.fd));
+    absl::MutexLock lock(&mu_);
+    fd_ = std::move(fd);
+    return absl::OkStatus();
+  }
 
- private:
-  absl::Status Compare(const std::string& path, const ObjectInfo& found) const {
-    if (found.etag == file_.info.etag) return absl::OkStatus();
-    return absl::DataLossError(absl::StrCat(path, ": changed while reading: size-mtime-inode ",
-                                            found.etag, ", want ", file_.info.etag));
+  absl::Status Compare(const ObjectInfo& found) const {
+    if (found.etag == info_.etag) return absl::OkStatus();
+    return absl::DataLossError(absl::StrCat(Path(), ": changed while reading: size-mtime-inode ",
+                                            found.etag, ", want ", info_.etag));
   }
 
   const Tree* const tree_;
   const std::string key_;
-  const OpenedFile file_;
+  const ObjectInfo info_;
+  mutable absl::Mutex mu_;
+  std::shared_ptr<const UniqueFd> fd_ ABSL_GUARDED_BY(mu_);
 };
 
 // The caller's buffer holds [0, filled_) finished bytes, not yet written, and behind them the
@@ -809,14 +868,17 @@ class DirectoryStore final : public ObjectStore {
   }
 
   absl::StatusOr<std::string> Get(const std::string& key, int64_t max_bytes) override {
-    SP_ASSIGN_OR_RETURN(const std::unique_ptr<ObjectReader> reader, Open(key));
-    const int64_t size = reader->info().size_bytes;
+    SP_ASSIGN_OR_RETURN(OpenedFile file, tree_.OpenForRead(key));
+    DirectoryReader reader(&tree_, key, std::move(file));
+    const int64_t size = reader.info().size_bytes;
     if (size > max_bytes) {
       return absl::ResourceExhaustedError(
           absl::StrCat(tree_.PathOf(key), ": ", size, " bytes, want at most ", max_bytes));
     }
     std::string bytes(static_cast<size_t>(size), '\0');
-    SP_RETURN_IF_ERROR(reader->ReadAt(0, {reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()}));
+    SP_RETURN_IF_ERROR(reader.ReadAt(0, {reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()}));
+    // Replaced by now is fine: the bytes are one version's. Rewritten in place they are none's.
+    SP_RETURN_IF_ERROR(reader.CheckInPlace());
     return bytes;
   }
 
@@ -839,12 +901,13 @@ class DirectoryStore final : public ObjectStore {
 
   absl::Status Delete(const std::string& key) override;
 
-  int64_t WriteBufferBytes(int64_t largest_reserve) const override {
+  int64_t WriteBufferBytes(int64_t /*largest_object*/, int64_t largest_reserve) const override {
     return std::max(largest_reserve, kWritePieceBytes);
   }
 
   absl::StatusOr<int64_t> FreeBytes() override;
   absl::Status CheckWritable() override;
+  absl::Status CheckNotObstructed(const std::string& key) override;
   const std::string& uri() const override { return tree_.root(); }
 
  private:
@@ -976,6 +1039,21 @@ absl::Status DirectoryStore::CheckWritable() {
   const std::string key = ObjectKey(Probe{tree_.NewId()});
   SP_RETURN_IF_ERROR(Put(key, "probe", CommitGate()).status());
   return Delete(key);
+}
+
+// Links and files are replaced by a write; what is reached through them is Head()'s to judge.
+absl::Status DirectoryStore::CheckNotObstructed(const std::string& key) {
+  SP_RETURN_IF_ERROR(ValidateObjectKey(key));
+  const std::string path = tree_.PathOf(key);
+  struct stat st;
+  if (::lstat(path.c_str(), &st) != 0) {
+    if (errno == ENOENT) return absl::OkStatus();
+    if (errno != ENOTDIR) return ErrnoStatus(errno, path, "stat");
+    return absl::FailedPreconditionError(absl::StrCat(path, ": below a file, want a directory"));
+  }
+  if (S_ISREG(st.st_mode) || S_ISLNK(st.st_mode)) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(
+      path, S_ISDIR(st.st_mode) ? ": a directory, want an object" : ": not a regular file"));
 }
 
 }  // namespace

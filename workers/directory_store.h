@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "workers/object_store.h"
 
 namespace shardprep {
@@ -31,6 +32,7 @@ class FileOps {
   virtual int RenameIfAbsent(int from_dir, const char* from, int to_dir, const char* to);
   virtual int Link(int from_dir, const char* from, int to_dir, const char* to);
   virtual int Unlink(int dir, const char* name);
+  virtual void Sleep(absl::Duration duration);  // between attempts at reading
 };
 
 struct DirectoryStoreOptions {

@@ -3,82 +3,29 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <set>
 #include <utility>
+
+#include <nlohmann/json.hpp>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "kernels/extents.h"
 #include "kernels/status_macros.h"
 
 namespace shardprep {
 namespace {
 
-struct WeightDtype {
-  Dtype dtype;
-  int64_t elements;  // that one unit of the shape counts
-};
-
-struct ActivationName {
-  const char* config;  // as config.json has it
-  const char* policy;  // as the alignment policy has it
-};
-
-// How a family names and stores its routed experts:
-// [prefix] layers.L. experts_module .X. projection . weight_suffix or one of scale_suffixes
-struct FamilyRow {
-  const char* id;  // the model_type that chooses the row
-  const char* experts_module;
-  std::array<const char*, 3> projections;  // gate, up, down
-  const char* weight_suffix;
-  std::vector<const char*> scale_suffixes;  // the published one first
-  std::vector<WeightDtype> weight_dtypes;
-  std::vector<Dtype> scale_dtypes;
-  int64_t block_size;
-  const char* mtp_segment;  // `mtp` of mtp.J
-  const char* hidden_key;
-  const char* intermediate_key;
-  const char* experts_key;
-  const char* layers_key;
-  const char* mtp_layers_key;
-  const char* activation_key;
-  const char* default_activation;  // when config.json has no activation_key
-  const char* expert_dtype_key;    // optional in config.json
-  const char* expert_dtype;        // what it must say if it is there
-};
-
-const std::vector<FamilyRow>& Families() {
-  // The published DeepSeek-V4 files store packed E2M1 as I8 and name scales `.scale`; converted
-  // copies use U8 or F4 and the names that vLLM gives the same tensors. config.json has no
-  // hidden_act: the modelling code always applies SiLU.
-  static const auto* const rows = new std::vector<FamilyRow>{{
-      .id = "deepseek_v4",
-      .experts_module = "ffn.experts",
-      .projections = {"w1", "w3", "w2"},
-      .weight_suffix = "weight",
-      .scale_suffixes = {"scale", "weight_scale", "weight_scale_inv"},
-      .weight_dtypes = {{Dtype::kI8, 2}, {Dtype::kU8, 2}, {Dtype::kF4, 1}},
-      .scale_dtypes = {Dtype::kF8E8M0, Dtype::kU8},
-      .block_size = 32,
-      .mtp_segment = "mtp",
-      .hidden_key = "hidden_size",
-      .intermediate_key = "moe_intermediate_size",
-      .experts_key = "n_routed_experts",
-      .layers_key = "num_hidden_layers",
-      .mtp_layers_key = "num_nextn_predict_layers",
-      .activation_key = "hidden_act",
-      .default_activation = "SILU",
-      .expert_dtype_key = "expert_dtype",
-      .expert_dtype = "fp4",
-  }};
-  return *rows;
-}
-
-constexpr std::array<ActivationName, 2> kActivations = {{{"silu", "SILU"}, {"swish", "SILU"}}};
 constexpr std::array<const char*, 4> kNamePrefixes = {"", "model.", "model.language_model.",
                                                       "language_model.model."};
 constexpr int64_t kMaxNumber = 99'999'999;  // of layers and experts
+
+// Engines keep the language model of a multimodal one under this name, whichever of the two orders
+// the checkpoint has.
+constexpr char kWrapperPrefix[] = "language_model.model.";
 
 // Takes a decimal number and the dot behind it off the front. Leading zeros are refused: one layer
 // would have two names.
@@ -109,8 +56,8 @@ std::optional<LayerName> ParseLayerName(const FamilyRow& row, absl::string_view 
     LayerName layer;
     layer.prefix = name.substr(0, name.size() - rest.size());
     if (!absl::ConsumePrefix(&rest, "layers.")) {
-      layer.mtp_block =
-          absl::ConsumePrefix(&rest, row.mtp_segment) && absl::ConsumePrefix(&rest, ".");
+      layer.mtp_block = row.mtp_segment != nullptr && absl::ConsumePrefix(&rest, row.mtp_segment) &&
+                        absl::ConsumePrefix(&rest, ".");
       if (!layer.mtp_block) continue;
     }
     const std::optional<int64_t> number = ConsumeNumber(&rest);
@@ -127,29 +74,70 @@ struct ExpertName {
   ExpertTensor kind = kGateWeight;
 };
 
-// `rest` as in LayerName.
-std::optional<ExpertName> ParseExpertName(const FamilyRow& row, absl::string_view rest) {
+bool Contains(const std::vector<const char*>& words, absl::string_view word) {
+  return std::any_of(words.begin(), words.end(), [&](const char* w) { return word == w; });
+}
+
+// What follows the module of the experts: `X.w1.weight`, or a stacked tensor's name. `rest` as in
+// LayerName; empty when it is elsewhere.
+absl::string_view InModule(const FamilyRow& row, absl::string_view rest) {
   if (!absl::ConsumePrefix(&rest, row.experts_module) || !absl::ConsumePrefix(&rest, ".")) {
-    return std::nullopt;
+    return "";
   }
-  const std::optional<int64_t> expert = ConsumeNumber(&rest);
+  return rest;
+}
+
+// Expert, projection and suffix of a tensor of one expert.
+struct ExpertParts {
+  int64_t expert = 0;
+  int projection = 0;  // index into FamilyRow::projections
+  absl::string_view suffix;
+};
+
+std::optional<ExpertParts> SplitExpertName(const FamilyRow& row, absl::string_view in_module) {
+  if (!row.stacked.empty()) return std::nullopt;
+  const std::optional<int64_t> expert = ConsumeNumber(&in_module);
   if (!expert) return std::nullopt;
   for (size_t projection = 0; projection < row.projections.size(); ++projection) {
-    absl::string_view suffix = rest;
-    if (!absl::ConsumePrefix(&suffix, row.projections[projection]) ||
+    absl::string_view suffix = in_module;
+    if (!absl::ConsumePrefix(&suffix, row.projections.at(projection)) ||
         !absl::ConsumePrefix(&suffix, ".")) {
       continue;
     }
-    const auto kind = static_cast<int>(2 * projection);
-    if (suffix == row.weight_suffix) return ExpertName{*expert, static_cast<ExpertTensor>(kind)};
-    for (const char* scale : row.scale_suffixes) {
-      if (suffix == scale) return ExpertName{*expert, static_cast<ExpertTensor>(kind + 1)};
+    return ExpertParts{*expert, static_cast<int>(projection), suffix};
+  }
+  return std::nullopt;
+}
+
+// A stacked tensor counts as one of expert 0, of the kind whose rows come first.
+std::optional<ExpertName> ParseExpertName(const FamilyRow& row, absl::string_view rest) {
+  const absl::string_view in_module = InModule(row, rest);
+  for (const StackedTensor& stacked : row.stacked) {
+    if (in_module == stacked.name) return ExpertName{0, stacked.first};
+  }
+  const auto parts = SplitExpertName(row, in_module);
+  if (!parts) return std::nullopt;
+  const int kind = 2 * parts->projection;
+  for (const ExpertFormat* format : row.formats) {
+    if (parts->suffix == format->weight_suffix) {
+      return ExpertName{parts->expert, static_cast<ExpertTensor>(kind)};
+    }
+    if (Contains(format->scale_suffixes, parts->suffix)) {
+      return ExpertName{parts->expert, static_cast<ExpertTensor>(kind + 1)};
     }
   }
   return std::nullopt;
 }
 
-bool IsScale(int kind) { return kind % 2 == 1; }
+bool IsExpertScalar(const FamilyRow& row, absl::string_view rest, const TensorInfo& tensor) {
+  const auto parts = SplitExpertName(row, InModule(row, rest));
+  return parts && Contains(row.scalar_suffixes, parts->suffix) &&
+         std::all_of(tensor.shape.begin(), tensor.shape.end(), [](int64_t n) { return n == 1; });
+}
+
+bool IsBias(int kind) { return kind >= kGateBias; }
+bool IsScale(int kind) { return !IsBias(kind) && kind % 2 == 1; }
+bool IsDown(int kind) { return kind == kDownWeight || kind == kDownScale || kind == kDownBias; }
 
 // One routed-expert tensor. Records sort by layer, expert, kind.
 struct Record {
@@ -168,10 +156,19 @@ struct Record {
   }
 };
 
+// The name of a tensor of expert X of layer L, for messages.
+std::string NamePattern(const FamilyRow& row) {
+  if (!row.stacked.empty()) {
+    return absl::StrCat("layers.L.", row.experts_module, ".", row.stacked.front().name);
+  }
+  return absl::StrCat("layers.L.", row.experts_module, ".X.", row.projections[0], ".",
+                      row.formats.front()->weight_suffix);
+}
+
 std::string KnownFamilies() {
-  return absl::StrJoin(Families(), "; ", [](std::string* out, const FamilyRow& row) {
-    absl::StrAppend(out, row.id, " (model_type ", row.id, ", experts named layers.L.",
-                    row.experts_module, ".X.", row.projections[0], ".", row.weight_suffix, ")");
+  return absl::StrJoin(FamilyRows(), "; ", [](std::string* out, const FamilyRow& row) {
+    absl::StrAppend(out, row.id, " (model_type ", absl::StrJoin(row.model_types, " or "),
+                    ", experts named ", NamePattern(row), ")");
   });
 }
 
@@ -181,8 +178,8 @@ absl::StatusOr<const FamilyRow*> ChooseRow(const Checkpoint& checkpoint) {
     const absl::StatusOr<std::string> type = checkpoint.ConfigString(key);
     if (absl::IsNotFound(type.status())) continue;
     if (!type.ok()) return type.status();
-    for (const FamilyRow& row : Families()) {
-      if (*type == row.id) return &row;
+    for (const FamilyRow& row : FamilyRows()) {
+      if (Contains(row.model_types, *type)) return &row;
     }
     found.push_back(absl::StrCat("'", PrintableName(*type), "'"));
   }
@@ -190,6 +187,30 @@ absl::StatusOr<const FamilyRow*> ChooseRow(const Checkpoint& checkpoint) {
       "unknown model family: config.json has ",
       found.empty() ? "no model_type" : absl::StrCat("model_type ", absl::StrJoin(found, ", ")),
       "; looked for ", KnownFamilies()));
+}
+
+// A list of layer numbers in config.json, at the top or in text_config; empty when there is none.
+absl::StatusOr<std::set<int64_t>> ConfigLayerList(const Checkpoint& checkpoint, const char* key) {
+  std::set<int64_t> numbers;
+  const auto config = nlohmann::json::parse(checkpoint.config_text(), nullptr, false);
+  if (!config.is_object()) return numbers;
+  const nlohmann::json* list = nullptr;
+  if (const auto it = config.find(key); it != config.end() && !it->is_null()) list = &*it;
+  const auto text = config.find("text_config");
+  if (list == nullptr && text != config.end() && text->is_object()) {
+    if (const auto it = text->find(key); it != text->end() && !it->is_null()) list = &*it;
+  }
+  if (list == nullptr) return numbers;
+  const auto bad = [&] {
+    return absl::InvalidArgumentError(
+        absl::StrCat("config.json: ", key, ": want a list of layer numbers"));
+  };
+  if (!list->is_array()) return bad();
+  for (const nlohmann::json& entry : *list) {
+    if (!entry.is_number_unsigned() || entry.get<uint64_t>() > uint64_t{kMaxNumber}) return bad();
+    numbers.insert(entry.get<int64_t>());
+  }
+  return numbers;
 }
 
 // One recognition; see RecognizeFamily().
@@ -201,12 +222,13 @@ class Recognition {
   absl::StatusOr<MoeCheckpoint> Run() {
     result_.family = row_.id;
     result_.experts_module = row_.experts_module;
-    result_.block_size = row_.block_size;
+    result_.stacked = !row_.stacked.empty();
     SP_RETURN_IF_ERROR(ReadConfig());
     SP_RETURN_IF_ERROR(SortOutNames());
-    SP_RETURN_IF_ERROR(CheckExpertCount());
+    SP_RETURN_IF_ERROR(CheckNumbers());
+    ChooseFormat();
     for (int64_t layer = 0; layer < result_.hidden_layers; ++layer) {
-      SP_RETURN_IF_ERROR(TakeLayer(layer));
+      SP_RETURN_IF_ERROR(IsDense(layer) ? CheckDense(layer) : TakeLayer(layer));
     }
     SP_RETURN_IF_ERROR(CheckExpertDtypeInConfig());
     TakeMtpLayers();
@@ -228,27 +250,48 @@ class Recognition {
     return absl::InvalidArgumentError(value.status().message());
   }
 
+  // The value of a key that may be absent, or null.
+  absl::StatusOr<int64_t> OptionalCount(const char* key, int64_t least, int64_t otherwise) const {
+    if (key == nullptr) return otherwise;
+    absl::StatusOr<int64_t> value = ConfigCount(key, least);
+    if (absl::IsNotFound(value.status())) return otherwise;
+    return value;
+  }
+
   absl::Status ReadConfig() {
-    SP_ASSIGN_OR_RETURN(config_hidden_, RequiredCount(row_.hidden_key));
+    if (row_.hidden_key != nullptr) {
+      SP_ASSIGN_OR_RETURN(config_hidden_, RequiredCount(row_.hidden_key));
+    }
     SP_ASSIGN_OR_RETURN(config_intermediate_, RequiredCount(row_.intermediate_key));
-    SP_ASSIGN_OR_RETURN(result_.experts, RequiredCount(row_.experts_key));
+    for (const char* key : row_.experts_keys) {
+      experts_key_ = key;
+      if (!absl::IsNotFound(checkpoint_.ConfigInt(key).status())) break;
+    }
+    SP_ASSIGN_OR_RETURN(result_.experts, RequiredCount(experts_key_));
     SP_ASSIGN_OR_RETURN(result_.hidden_layers, RequiredCount(row_.layers_key));
-    absl::StatusOr<int64_t> mtp_layers = ConfigCount(row_.mtp_layers_key, 0);
-    if (absl::IsNotFound(mtp_layers.status())) mtp_layers = 0;
-    if (!mtp_layers.ok()) return mtp_layers.status();
-    config_mtp_layers_ = *mtp_layers;
+    SP_ASSIGN_OR_RETURN(config_mtp_layers_, OptionalCount(row_.mtp_layers_key, 0, 0));
+    SP_ASSIGN_OR_RETURN(dense_first_, OptionalCount(row_.dense.first, 0, 0));
+    SP_ASSIGN_OR_RETURN(moe_frequency_, OptionalCount(row_.dense.frequency, 1, 1));
+    SP_ASSIGN_OR_RETURN(moe_step_, OptionalCount(row_.dense.step, 1, 1));
+    if (row_.dense.list != nullptr) {
+      SP_ASSIGN_OR_RETURN(dense_list_, ConfigLayerList(checkpoint_, row_.dense.list));
+    }
     return ReadActivation();
   }
 
   absl::Status ReadActivation() {
-    const absl::StatusOr<std::string> name = checkpoint_.ConfigString(row_.activation_key);
+    absl::StatusOr<std::string> name = absl::NotFoundError("");
+    if (row_.activation_key != nullptr) name = checkpoint_.ConfigString(row_.activation_key);
     if (absl::IsNotFound(name.status())) {
+      if (row_.default_activation == nullptr) {
+        return absl::InvalidArgumentError(name.status().message());
+      }
       result_.activation = row_.default_activation;
       return absl::OkStatus();
     }
     if (!name.ok()) return name.status();
     std::vector<std::string> known;
-    for (const ActivationName& activation : kActivations) {
+    for (const ActivationName& activation : row_.activations) {
       if (*name == activation.config) {
         result_.activation = activation.policy;
         return absl::OkStatus();
@@ -258,6 +301,25 @@ class Recognition {
     return absl::InvalidArgumentError(absl::StrCat("config.json: ", row_.activation_key, ": '",
                                                    PrintableName(*name), "' is not known for ",
                                                    row_.id, ": ", absl::StrJoin(known, ", ")));
+  }
+
+  bool IsDense(int64_t layer) const {
+    return layer < dense_first_ || layer % moe_frequency_ != 0 || (layer + 1) % moe_step_ != 0 ||
+           dense_list_.contains(layer);
+  }
+
+  absl::Status CheckDense(int64_t layer) const {
+    if (next_record_ == records_.size() || records_[next_record_].layer != layer) {
+      return absl::OkStatus();
+    }
+    std::vector<const char*> keys;
+    for (const char* key :
+         {row_.dense.first, row_.dense.frequency, row_.dense.step, row_.dense.list}) {
+      if (key != nullptr) keys.push_back(key);
+    }
+    return absl::InvalidArgumentError(
+        absl::StrCat(Name(records_[next_record_].tensor), ": routed expert in layer ", layer,
+                     ", which config.json calls dense (", absl::StrJoin(keys, ", "), ")"));
   }
 
   // The one pass over all names: fills records_ (sorted) and result_.others.
@@ -278,7 +340,10 @@ class Recognition {
         records_.push_back({layer, expert->expert, expert->kind, static_cast<int32_t>(i)});
         continue;
       }
-      if (absl::StrContains(name, module)) SP_RETURN_IF_ERROR(UnknownExpertTensor(name, is_mtp));
+      const bool scalar = place && IsExpertScalar(row_, place->rest, tensors_.at(i));
+      if (!scalar && absl::StrContains(name, module)) {
+        SP_RETURN_IF_ERROR(UnknownExpertTensor(name, is_mtp));
+      }
       result_.others.push_back({static_cast<int32_t>(i), is_mtp});
     }
     std::sort(records_.begin(), records_.end());
@@ -295,10 +360,12 @@ class Recognition {
   absl::Status CheckLayerNumber(const LayerName& place, int64_t layer,
                                 absl::string_view name) const {
     if (layer < result_.hidden_layers + config_mtp_layers_) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat(PrintableName(name), ": ", place.mtp_block ? "MTP block " : "layer ",
-                     place.number, ", but config.json says ", row_.layers_key, " ",
-                     result_.hidden_layers, " and ", row_.mtp_layers_key, " ", config_mtp_layers_));
+    return absl::InvalidArgumentError(absl::StrCat(
+        PrintableName(name), ": ", place.mtp_block ? "MTP block " : "layer ", place.number,
+        ", but config.json says ", row_.layers_key, " ", result_.hidden_layers,
+        row_.mtp_layers_key == nullptr
+            ? ""
+            : absl::StrCat(" and ", row_.mtp_layers_key, " ", config_mtp_layers_)));
   }
 
   absl::Status CheckPrefix(absl::string_view prefix, absl::string_view name) {
@@ -309,33 +376,93 @@ class Recognition {
                      PrintableName(name)));
   }
 
+  // The last parts that names of expert tensors may have.
+  std::vector<const char*> Suffixes() const {
+    std::vector<const char*> suffixes;
+    const auto add = [&](const char* suffix) {
+      if (!Contains(suffixes, suffix)) suffixes.push_back(suffix);
+    };
+    for (const ExpertFormat* format : row_.formats) {
+      add(format->weight_suffix);
+      for (const char* scale : format->scale_suffixes) add(scale);
+    }
+    for (const char* scalar : row_.scalar_suffixes) add(scalar);
+    return suffixes;
+  }
+
   absl::Status UnknownExpertTensor(absl::string_view name, bool is_mtp) {
-    absl::Status status = absl::InvalidArgumentError(
-        absl::StrCat(PrintableName(name), ": not a name that routed experts of ", row_.id,
-                     " have: layers.L.", row_.experts_module, ".X.{",
-                     absl::StrJoin(row_.projections, ","), "}.{", row_.weight_suffix, ",",
-                     absl::StrJoin(row_.scale_suffixes, ","), "}, with or without a prefix ",
-                     absl::StrJoin(kNamePrefixes.begin() + 1, kNamePrefixes.end(), ", ")));
+    std::string known;
+    if (result_.stacked) {
+      known = absl::StrCat(
+          "{", absl::StrJoin(row_.stacked, ",", [](std::string* out, const StackedTensor& tensor) {
+            out->append(tensor.name);
+          }));
+    } else {
+      known = absl::StrCat("X.{", absl::StrJoin(row_.projections, ","), "}.{",
+                           absl::StrJoin(Suffixes(), ","));
+    }
+    absl::Status status = absl::InvalidArgumentError(absl::StrCat(
+        PrintableName(name), ": not a name that routed experts of ", row_.id, " have: layers.L.",
+        row_.experts_module, ".", known, "}, with or without a prefix ",
+        absl::StrJoin(kNamePrefixes.begin() + 1, kNamePrefixes.end(), ", ")));
     if (!is_mtp) return status;
     result_.mtp_status.Update(status);
     return absl::OkStatus();
   }
 
-  absl::Status CheckExpertCount() const {
+  absl::Status CheckNumbers() {
     const Record* highest = nullptr;
     for (const Record& record : records_) {
       if (record.layer >= result_.hidden_layers) break;
       if (highest == nullptr || record.expert > highest->expert) highest = &record;
     }
     if (highest == nullptr) {
+      int64_t layer = 0;
+      while (layer + 1 < result_.hidden_layers && IsDense(layer)) ++layer;
+      format_ = row_.formats.front();
       return absl::FailedPreconditionError(
-          absl::StrCat("no routed experts: looked for ", MissingName({.layer = 0, .expert = 0}, 0),
-                       " and the like, as config.json's model_type ", row_.id, " has them"));
+          absl::StrCat("no routed experts: looked for ", MissingName({.layer = layer}, 0),
+                       " and the like, as config.json's model_type for ", row_.id, " has them"));
     }
-    if (highest->expert + 1 == result_.experts) return absl::OkStatus();
+    if (result_.stacked || highest->expert + 1 == result_.experts) return absl::OkStatus();
     return absl::InvalidArgumentError(
         absl::StrCat(Name(highest->tensor), ": the highest expert is ", highest->expert,
-                     ", but config.json says ", row_.experts_key, " ", result_.experts));
+                     ", but config.json says ", experts_key_, " ", result_.experts));
+  }
+
+  // The first weight decides, by name and dtype; when no format has such, the row's first format,
+  // against which that weight is then refused.
+  void ChooseFormat() {
+    format_ = row_.formats.front();
+    const auto weight = std::find_if(records_.begin(), records_.end(), [](const Record& record) {
+      return !IsScale(record.kind) && !IsBias(record.kind);
+    });
+    if (weight != records_.end()) {
+      const TensorInfo tensor = tensors_.at(weight->tensor);
+      for (const ExpertFormat* format : row_.formats) {
+        const bool named = result_.stacked ||
+                           absl::EndsWith(tensor.name, absl::StrCat(".", format->weight_suffix));
+        if (named && ElementsOf(*format, tensor.dtype) > 0) {
+          format_ = format;
+          format_found_ = true;
+          break;
+        }
+      }
+    }
+    result_.format = format_;
+    result_.block_size = format_->block_columns;
+    const bool f32 = !format_->scale_dtypes.empty() && format_->scale_dtypes[0] == Dtype::kF32;
+    result_.scale_dtype = f32 ? Dtype::kF32 : Dtype::kU8;
+    const bool wrapped = prefix_ == "language_model.model." || prefix_ == "model.language_model.";
+    result_.engine_prefix = wrapped ? kWrapperPrefix : "model.";
+  }
+
+  // Elements that one unit of a weight's shape counts; 0 when the format has no such dtype.
+  static int64_t ElementsOf(const ExpertFormat& format, Dtype dtype) {
+    for (const WeightDtype& weight : format.weight_dtypes) {
+      if (weight.dtype == dtype) return weight.elements;
+    }
+    return 0;
   }
 
   // Takes the records of one layer, from records_[next_record_] on.
@@ -344,25 +471,70 @@ class Recognition {
                    .is_mtp = layer >= result_.hidden_layers,
                    .module = ModuleName(layer),
                    .experts = {}};
+    SP_RETURN_IF_ERROR(result_.stacked ? TakeStacked(taken) : TakeExperts(taken));
+    if (next_record_ < records_.size() && records_[next_record_].layer == layer) {
+      return absl::InvalidArgumentError(absl::StrCat(Name(records_[next_record_].tensor),
+                                                     ": config.json says ", experts_key_, " ",
+                                                     result_.experts));
+    }
+    result_.layers.push_back(std::move(taken));
+    return absl::OkStatus();
+  }
+
+  // The next record, which must be of the wanted place.
+  absl::StatusOr<int32_t> TakeRecord(const Record& wanted) {
+    if (next_record_ == records_.size() || !records_[next_record_].SamePlace(wanted)) {
+      return MissingTensor(wanted);
+    }
+    return records_[next_record_++].tensor;
+  }
+
+  absl::Status TakeExperts(MoeLayer& taken) {
     for (int64_t expert = 0; expert < result_.experts; ++expert) {
       std::array<int32_t, kExpertTensorCount> found{};
-      for (int kind = 0; kind < kExpertTensorCount; ++kind) {
-        const Record wanted{.layer = layer, .expert = expert, .kind = kind};
-        if (next_record_ == records_.size() || !records_[next_record_].SamePlace(wanted)) {
-          return MissingTensor(wanted);
+      found.fill(kNoTensor);
+      for (int kind = kGateWeight; kind <= kDownScale; ++kind) {
+        const Record wanted{.layer = taken.layer, .expert = expert, .kind = kind};
+        if (IsScale(kind) && format_->scale_suffixes.empty()) {
+          SP_RETURN_IF_ERROR(RefuseScale(wanted));
+          continue;
         }
-        const int32_t tensor = records_[next_record_++].tensor;
+        SP_ASSIGN_OR_RETURN(const int32_t tensor, TakeRecord(wanted));
         SP_RETURN_IF_ERROR(CheckTensor(tensor, kind));
         found.at(static_cast<size_t>(kind)) = tensor;
       }
       taken.experts.push_back(found);
     }
-    if (next_record_ < records_.size() && records_[next_record_].layer == layer) {
-      return absl::InvalidArgumentError(absl::StrCat(Name(records_[next_record_].tensor),
-                                                     ": config.json says ", row_.experts_key, " ",
-                                                     result_.experts));
+    return absl::OkStatus();
+  }
+
+  // Experts of a format without scales have none.
+  absl::Status RefuseScale(const Record& place) const {
+    if (next_record_ == records_.size() || !records_[next_record_].SamePlace(place)) {
+      return absl::OkStatus();
     }
-    result_.layers.push_back(std::move(taken));
+    return ShapeError(tensors_.at(records_[next_record_].tensor),
+                      absl::StrCat("is a scale, but the routed experts are ", format_->title));
+  }
+
+  absl::Status TakeStacked(MoeLayer& taken) {
+    std::array<int32_t, kExpertTensorCount> found{};
+    found.fill(kNoTensor);
+    std::vector<StackedTensor> tensors = row_.stacked;
+    std::sort(tensors.begin(), tensors.end(), [](const StackedTensor& a, const StackedTensor& b) {
+      return a.first < b.first;  // as records are
+    });
+    for (const StackedTensor& stacked : tensors) {
+      const bool alternates = stacked.second != kExpertTensorCount;
+      SP_ASSIGN_OR_RETURN(const int32_t tensor,
+                          TakeRecord({.layer = taken.layer, .expert = 0, .kind = stacked.first}));
+      SP_RETURN_IF_ERROR(CheckStacked(tensor, stacked.first, alternates));
+      found.at(stacked.first) = tensor;
+      if (alternates) found.at(stacked.second) = tensor;
+      result_.alternating = result_.alternating || alternates;
+      result_.has_bias = result_.has_bias || IsBias(stacked.first);
+    }
+    taken.experts.assign(static_cast<size_t>(result_.experts), found);
     return absl::OkStatus();
   }
 
@@ -387,7 +559,8 @@ class Recognition {
 
   absl::Status MissingTensor(const Record& wanted) const {
     std::vector<std::string> names;
-    const size_t count = IsScale(wanted.kind) ? row_.scale_suffixes.size() : 1;
+    const bool scale = IsScale(wanted.kind);
+    const size_t count = scale && !result_.stacked ? format_->scale_suffixes.size() : 1;
     for (size_t i = 0; i < count; ++i) {
       names.push_back(MissingName(wanted, i));
       const auto& stale = checkpoint_.stale();
@@ -400,84 +573,133 @@ class Recognition {
                                                           ", which does not hold it"));
       }
     }
-    return absl::FailedPreconditionError(absl::StrCat(
-        "layer ", wanted.layer, ", expert ", wanted.expert, ": no ",
-        row_.projections.at(static_cast<size_t>(wanted.kind / 2)),
-        IsScale(wanted.kind) ? " scale" : " weight", "; tried ", absl::StrJoin(names, ", ")));
+    if (result_.stacked) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("layer ", wanted.layer, ": no ", names.front()));
+    }
+    return absl::FailedPreconditionError(
+        absl::StrCat("layer ", wanted.layer, ", expert ", wanted.expert, ": no ",
+                     row_.projections.at(static_cast<size_t>(wanted.kind / 2)),
+                     scale ? " scale" : " weight", "; tried ", absl::StrJoin(names, ", ")));
   }
 
   absl::Status CheckTensor(int32_t index, int kind) {
     const TensorInfo tensor = tensors_.at(index);
     if (tensor.shape.size() != 2) return ShapeError(tensor, "want two dimensions");
-    if (IsScale(kind)) return CheckScale(tensor, kind);
-    int64_t elements = 0;
-    for (const WeightDtype& weight : row_.weight_dtypes) {
-      if (tensor.dtype == weight.dtype) elements = weight.elements;
+    if (IsScale(kind)) {
+      return CheckScale(tensor, kind, tensor.shape[0], tensor.shape[1]);
     }
-    if (elements == 0) return ShapeError(tensor, absl::StrCat("want MXFP4: ", WeightDtypes()));
+    const int64_t elements = ElementsOf(*format_, tensor.dtype);
+    if (elements == 0) return ShapeError(tensor, absl::StrCat("want ", WantedDtypes()));
     // Not empty, so a row is no longer than its file and twice its length fits.
     if (tensor.size_bytes == 0) return ShapeError(tensor, "is empty");
-    const int64_t row_elements = tensor.shape[1] * elements;
-    if (result_.hidden == 0) SP_RETURN_IF_ERROR(SetGeometry(tensor, row_elements));
-    const int64_t want_rows = kind == kDownWeight ? result_.hidden : result_.intermediate;
-    const int64_t want_columns = kind == kDownWeight ? result_.intermediate : result_.hidden;
-    if (tensor.shape[0] == want_rows && row_elements == want_columns) return absl::OkStatus();
+    return CheckWeight(tensor, kind, tensor.shape[0], tensor.shape[1] * elements, elements);
+  }
+
+  // Of one expert. `elements` as in WeightDtype, for the message.
+  absl::Status CheckWeight(const TensorInfo& tensor, int kind, int64_t rows, int64_t row_elements,
+                           int64_t elements) {
+    if (result_.hidden == 0) SP_RETURN_IF_ERROR(SetGeometry(tensor, rows, row_elements));
+    const int64_t want_rows = IsDown(kind) ? result_.hidden : result_.intermediate;
+    const int64_t want_columns = IsDown(kind) ? result_.intermediate : result_.hidden;
+    if (rows == want_rows && row_elements == want_columns) return absl::OkStatus();
     return ShapeError(
         tensor, absl::StrCat("want [", want_rows, ",", want_columns / elements, "] for hidden ",
                              result_.hidden, " and intermediate ", result_.intermediate));
   }
 
-  absl::Status CheckScale(const TensorInfo& tensor, int kind) const {
-    if (std::find(row_.scale_dtypes.begin(), row_.scale_dtypes.end(), tensor.dtype) ==
-        row_.scale_dtypes.end()) {
-      return ShapeError(tensor, absl::StrCat("want E8M0 scales: ", ScaleDtypes()));
+  // Of one expert.
+  absl::Status CheckScale(const TensorInfo& tensor, int kind, int64_t found_rows,
+                          int64_t found) const {
+    if (std::find(format_->scale_dtypes.begin(), format_->scale_dtypes.end(), tensor.dtype) ==
+        format_->scale_dtypes.end()) {
+      return ShapeError(tensor,
+                        absl::StrCat("want ", format_->scale_title, ": ", ScaleDtypes(*format_)));
     }
-    const int64_t rows = kind == kDownScale ? result_.hidden : result_.intermediate;
-    const int64_t row_elements = kind == kDownScale ? result_.intermediate : result_.hidden;
-    const int64_t columns = row_elements / row_.block_size;
-    const int64_t found = tensor.shape[1];
+    const int64_t row_count = IsDown(kind) ? result_.hidden : result_.intermediate;
+    const int64_t row_elements = IsDown(kind) ? result_.intermediate : result_.hidden;
+    const int64_t rows = CeilDiv(row_count, format_->block_rows);
+    const int64_t columns = CeilDiv(row_elements, format_->block_columns);
     if (found != columns) {
-      std::string error =
-          absl::StrCat(PrintableName(tensor.name), ": ", found, " columns, want ", columns,
-                       ": one scale for ", row_.block_size, " of ", row_elements, " elements");
+      std::string error = absl::StrCat(PrintableName(tensor.name), ": ", found, " columns, want ",
+                                       columns, ": one scale for ", format_->block_columns, " of ",
+                                       row_elements, " elements");
       if (found > 0 && row_elements % found == 0) {
         absl::StrAppend(&error, ", not for ", row_elements / found);
       }
       return absl::InvalidArgumentError(error);
     }
-    if (tensor.shape[0] == rows) return absl::OkStatus();
+    if (found_rows == rows) return absl::OkStatus();
     return absl::InvalidArgumentError(
-        absl::StrCat(PrintableName(tensor.name), ": ", tensor.shape[0], " rows, want ", rows));
+        absl::StrCat(PrintableName(tensor.name), ": ", found_rows, " rows, want ", rows));
+  }
+
+  // A tensor of all experts: blocks [E, rows, K/32, 16], scales [E, rows, K/32], bias [E, rows];
+  // rows of gate and up together where they alternate.
+  absl::Status CheckStacked(int32_t index, int kind, bool alternates) {
+    const TensorInfo tensor = tensors_.at(index);
+    const size_t dimensions = IsBias(kind) ? 2 : IsScale(kind) ? 3 : 4;
+    if (tensor.shape.size() != dimensions) {
+      return ShapeError(tensor, absl::StrCat("want ", dimensions, " dimensions"));
+    }
+    if (tensor.size_bytes == 0) return ShapeError(tensor, "is empty");
+    if (tensor.shape[0] != result_.experts) {
+      return ConfigConflict(tensor, "experts", tensor.shape[0], experts_key_, result_.experts);
+    }
+    const int64_t all_rows = tensor.shape[1];
+    if (alternates && all_rows % 2 != 0) {
+      return ShapeError(tensor, absl::StrCat(all_rows, " rows, want gate and up alternating"));
+    }
+    const int64_t rows = alternates ? all_rows / 2 : all_rows;
+    if (IsScale(kind)) return CheckScale(tensor, kind, rows, tensor.shape[2]);
+    if (IsBias(kind)) return CheckBias(tensor, kind, rows);
+    const int64_t elements = ElementsOf(*format_, tensor.dtype);
+    if (elements == 0) return ShapeError(tensor, absl::StrCat("want ", WantedDtypes()));
+    const int64_t block_bytes = format_->block_columns / elements;
+    if (tensor.shape[3] != block_bytes) {
+      return ShapeError(tensor, absl::StrCat("want blocks of ", block_bytes, " bytes"));
+    }
+    return CheckWeight(tensor, kind, rows, tensor.shape[2] * format_->block_columns, elements);
+  }
+
+  absl::Status CheckBias(const TensorInfo& tensor, int kind, int64_t rows) const {
+    if (tensor.dtype != Dtype::kBF16) return ShapeError(tensor, "want BF16");
+    const int64_t want = IsDown(kind) ? result_.hidden : result_.intermediate;
+    if (rows == want) return absl::OkStatus();
+    return ShapeError(tensor, absl::StrCat("is for ", rows, " rows, want ", want));
   }
 
   // From the first gate weight; everything else must agree with it.
-  absl::Status SetGeometry(const TensorInfo& tensor, int64_t row_elements) {
-    result_.intermediate = tensor.shape[0];
+  absl::Status SetGeometry(const TensorInfo& tensor, int64_t rows, int64_t row_elements) {
+    result_.intermediate = rows;
     result_.hidden = row_elements;
     for (const auto& [extent, what] :
          {std::pair(result_.intermediate, "rows"), std::pair(result_.hidden, "elements a row")}) {
-      if (extent > 0 && extent % row_.block_size == 0) continue;
-      return ShapeError(tensor,
-                        absl::StrCat(extent, " ", what, ", want a multiple of ", row_.block_size));
+      if (!format_->whole_blocks || (extent > 0 && extent % format_->block_columns == 0)) continue;
+      return ShapeError(
+          tensor, absl::StrCat(extent, " ", what, ", want a multiple of ", format_->block_columns));
     }
     if (result_.intermediate != config_intermediate_) {
       return ConfigConflict(tensor, "intermediate", result_.intermediate, row_.intermediate_key,
                             config_intermediate_);
     }
-    if (result_.hidden != config_hidden_) {
+    if (row_.hidden_key != nullptr && result_.hidden != config_hidden_) {
       return ConfigConflict(tensor, "hidden", result_.hidden, row_.hidden_key, config_hidden_);
     }
     return absl::OkStatus();
   }
 
   absl::Status CheckExpertDtypeInConfig() const {
+    if (row_.expert_dtype_key == nullptr || format_->expert_dtype == nullptr) {
+      return absl::OkStatus();
+    }
     const absl::StatusOr<std::string> dtype = checkpoint_.ConfigString(row_.expert_dtype_key);
     if (absl::IsNotFound(dtype.status())) return absl::OkStatus();
     if (!dtype.ok()) return dtype.status();
-    if (*dtype == row_.expert_dtype) return absl::OkStatus();
-    return absl::InvalidArgumentError(
-        absl::StrCat("config.json: ", row_.expert_dtype_key, ": '", PrintableName(*dtype),
-                     "', but the routed experts are MXFP4 ('", row_.expert_dtype, "')"));
+    if (*dtype == format_->expert_dtype) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "config.json: ", row_.expert_dtype_key, ": '", PrintableName(*dtype),
+        "', but the routed experts are ", format_->title, " ('", format_->expert_dtype, "')"));
   }
 
   static absl::Status ConfigConflict(const TensorInfo& tensor, const char* what, int64_t found,
@@ -492,14 +714,21 @@ class Recognition {
                                                    detail));
   }
 
-  std::string WeightDtypes() const {
-    return absl::StrJoin(row_.weight_dtypes, ", ", [](std::string* out, const WeightDtype& weight) {
-      absl::StrAppend(out, DtypeName(weight.dtype));
+  // The dtypes of the format; of all formats when none was found.
+  std::string WantedDtypes() const {
+    std::vector<const ExpertFormat*> formats = {format_};
+    if (!format_found_) formats = row_.formats;
+    return absl::StrJoin(formats, " or ", [](std::string* out, const ExpertFormat* format) {
+      absl::StrAppend(out, format->title, ": ",
+                      absl::StrJoin(format->weight_dtypes, ", ",
+                                    [](std::string* names, const WeightDtype& weight) {
+                                      absl::StrAppend(names, DtypeName(weight.dtype));
+                                    }));
     });
   }
 
-  std::string ScaleDtypes() const {
-    return absl::StrJoin(row_.scale_dtypes, ", ", [](std::string* out, Dtype dtype) {
+  static std::string ScaleDtypes(const ExpertFormat& format) {
+    return absl::StrJoin(format.scale_dtypes, ", ", [](std::string* out, Dtype dtype) {
       absl::StrAppend(out, DtypeName(dtype));
     });
   }
@@ -512,15 +741,22 @@ class Recognition {
       return std::string(name.substr(0, name.find(module) + module.size() - 1));
     }
     const bool is_mtp = layer >= result_.hidden_layers;
-    return absl::StrCat(prefix_, is_mtp ? row_.mtp_segment : "layers", ".",
-                        is_mtp ? layer - result_.hidden_layers : layer, ".", row_.experts_module);
+    const bool block = is_mtp && row_.mtp_segment != nullptr;
+    return absl::StrCat(prefix_, block ? row_.mtp_segment : "layers", ".",
+                        block ? layer - result_.hidden_layers : layer, ".", row_.experts_module);
   }
 
   // The name that a tensor would have, with the given one of the suffixes of its kind.
   std::string MissingName(const Record& wanted, size_t suffix) const {
-    return absl::StrCat(ModuleName(wanted.layer), ".", wanted.expert, ".",
-                        row_.projections.at(static_cast<size_t>(wanted.kind / 2)), ".",
-                        IsScale(wanted.kind) ? row_.scale_suffixes[suffix] : row_.weight_suffix);
+    for (const StackedTensor& stacked : row_.stacked) {
+      if (stacked.first == wanted.kind) {
+        return absl::StrCat(ModuleName(wanted.layer), ".", stacked.name);
+      }
+    }
+    return absl::StrCat(
+        ModuleName(wanted.layer), ".", wanted.expert, ".",
+        row_.projections.at(static_cast<size_t>(wanted.kind / 2)), ".",
+        IsScale(wanted.kind) ? format_->scale_suffixes[suffix] : format_->weight_suffix);
   }
 
   std::string Name(int32_t tensor) const { return PrintableName(tensors_.at(tensor).name); }
@@ -528,9 +764,16 @@ class Recognition {
   const Checkpoint& checkpoint_;
   const TensorTable& tensors_;
   const FamilyRow& row_;
+  const ExpertFormat* format_ = nullptr;
+  bool format_found_ = false;
+  const char* experts_key_ = nullptr;
   int64_t config_hidden_ = 0;
   int64_t config_intermediate_ = 0;
   int64_t config_mtp_layers_ = 0;
+  int64_t dense_first_ = 0;
+  int64_t moe_frequency_ = 1;
+  int64_t moe_step_ = 1;
+  std::set<int64_t> dense_list_;
   std::string prefix_;  // of the experts' names
   std::vector<Record> records_;
   size_t next_record_ = 0;
@@ -538,6 +781,18 @@ class Recognition {
 };
 
 }  // namespace
+
+std::vector<int32_t> MoeLayer::Tensors() const {
+  std::vector<int32_t> tensors;
+  for (const auto& expert : experts) {
+    for (const int32_t tensor : expert) {
+      if (tensor != kNoTensor) tensors.push_back(tensor);
+    }
+  }
+  std::sort(tensors.begin(), tensors.end());
+  tensors.erase(std::unique(tensors.begin(), tensors.end()), tensors.end());
+  return tensors;
+}
 
 absl::StatusOr<MoeCheckpoint> RecognizeFamily(const Checkpoint& checkpoint) {
   SP_ASSIGN_OR_RETURN(const FamilyRow* row, ChooseRow(checkpoint));

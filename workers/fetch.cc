@@ -327,10 +327,7 @@ absl::Status AddRank(ObjectStore& store, const v1::SmallFile& reference, int32_t
   return absl::OkStatus();
 }
 
-absl::Status AddCopiedFile(ObjectStore& store, const v1::SmallFile& file, Wanted& wanted) {
-  if (!CopiedFileKey(file.key()).ok() || absl::StrContains(file.key(), '/')) {
-    return Malformed(absl::StrCat("copied file '", file.key(), "' has no name to copy to"));
-  }
+absl::Status AddSmallFile(ObjectStore& store, const v1::SmallFile& file, Wanted& wanted) {
   const auto bytes = store.Get(file.key(), kMaxDocumentBytes);
   if (absl::IsNotFound(bytes.status())) {
     return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
@@ -342,6 +339,19 @@ absl::Status AddCopiedFile(ObjectStore& store, const v1::SmallFile& file, Wanted
         absl::StrCat(file.key(), ": SHA-256 ", Sha256Hex(*bytes), ", want ", file.sha256()));
   }
   wanted.small_files[file.key()] = *bytes;
+  return absl::OkStatus();
+}
+
+// The expert maps of the ranks, where the artefact has any.
+absl::Status AddExpertMaps(ObjectStore& store, const std::vector<int32_t>& ranks, Wanted& wanted) {
+  if (wanted.manifest.expert_maps().empty()) return absl::OkStatus();
+  std::map<std::string, const v1::SmallFile*> maps;
+  for (const v1::SmallFile& file : wanted.manifest.expert_maps()) maps[file.key()] = &file;
+  for (const int32_t rank : ranks) {
+    const auto it = maps.find(ObjectKey(ExpertMap{.rank = rank}));
+    if (it == maps.end()) return Malformed(absl::StrCat("no expert map of rank ", rank));
+    SP_RETURN_IF_ERROR(AddSmallFile(store, *it->second, wanted));
+  }
   return absl::OkStatus();
 }
 
@@ -372,8 +382,12 @@ absl::StatusOr<Wanted> FindWanted(ObjectStore& store, const FetchOptions& option
   if (found != options.ranks.size()) {
     return Malformed("a rank manifest is missing or listed twice");
   }
+  SP_RETURN_IF_ERROR(AddExpertMaps(store, options.ranks, wanted));
   for (const v1::SmallFile& file : wanted.manifest.copied_files()) {
-    SP_RETURN_IF_ERROR(AddCopiedFile(store, file, wanted));
+    if (!CopiedFileKey(file.key()).ok() || absl::StrContains(file.key(), '/')) {
+      return Malformed(absl::StrCat("copied file '", file.key(), "' has no name to copy to"));
+    }
+    SP_RETURN_IF_ERROR(AddSmallFile(store, file, wanted));
   }
   return wanted;
 }

@@ -2,6 +2,7 @@
 
 #include <grpcpp/support/status.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "google/rpc/error_details.pb.h"
 #include "google/rpc/status.pb.h"
+#include "workers/printable.h"
 
 namespace shardprep {
 namespace {
@@ -16,6 +18,11 @@ namespace {
 constexpr char kErrorInfoUrl[] = "type.googleapis.com/google.rpc.ErrorInfo";
 constexpr char kDomain[] = "shardprep";
 constexpr size_t kMaxMessageSize = 4096;
+// A client takes trailers of 8 KiB unless it says otherwise, and reports any larger as an error of
+// its own. So much of them the message may take, in both of its forms, and the reason's metadata.
+constexpr size_t kMaxTrailerMessage = 4608;
+constexpr size_t kMaxTrailerMetadata = 1024;
+constexpr size_t kMaxTrailerValue = 256;
 
 std::optional<google::rpc::ErrorInfo> AttachedInfo(const absl::Status& status) {
   const absl::optional<absl::Cord> payload = status.GetPayload(kErrorInfoUrl);
@@ -39,12 +46,26 @@ google::rpc::ErrorInfo InfoOf(const absl::Status& status) {
   return info;
 }
 
-// Cuts at a character's start, so that what is left stays valid UTF-8.
-std::string Shortened(absl::string_view message) {
-  if (message.size() <= kMaxMessageSize) return std::string(message);
-  size_t end = kMaxMessageSize;
+// Protobuf strings are UTF-8, and messages quote names that need not be. Cuts at a character's
+// start, so that what is left stays valid.
+std::string Shortened(absl::string_view text, size_t end = kMaxMessageSize) {
+  const std::string message = Printable(text);
+  if (message.size() <= end) return message;
   while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xC0) == 0x80) --end;
-  return std::string(message.substr(0, end)) + "...";
+  return message.substr(0, end) + "...";
+}
+
+// How much of a printable message fits kMaxTrailerMessage: it travels percent-encoded, where a byte
+// that is no printable ASCII takes three, and again in base64, where three bytes take four.
+size_t TrailerPrefix(const std::string& message) {
+  size_t thirds = 0;
+  size_t end = 0;
+  for (; end < message.size(); ++end) {
+    const bool bare = message[end] >= ' ' && message[end] <= '~' && message[end] != '%';
+    thirds += (bare ? 3 : 9) + 4;
+    if (thirds > 3 * kMaxTrailerMessage) break;
+  }
+  return end;
 }
 
 }  // namespace
@@ -55,7 +76,7 @@ absl::Status WithReason(absl::Status status, const std::string& reason,
   google::rpc::ErrorInfo info;
   info.set_reason(reason);
   info.set_domain(kDomain);
-  for (const auto& [key, value] : metadata) (*info.mutable_metadata())[key] = value;
+  for (const auto& [key, value] : metadata) (*info.mutable_metadata())[key] = Printable(value);
   Attach(info, &status);
   return status;
 }
@@ -96,7 +117,17 @@ absl::Status FromRpcStatus(const google::rpc::Status& status) {
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const google::rpc::Status details = ToRpcStatus(status);
+  google::rpc::Status details;
+  details.set_code(static_cast<int>(status.code()));
+  const std::string message = Printable(status.message());
+  details.set_message(Shortened(message, TrailerPrefix(message)));
+  google::rpc::ErrorInfo info = InfoOf(status);
+  size_t left = kMaxTrailerMetadata;
+  for (auto& [key, value] : *info.mutable_metadata()) {
+    value = Shortened(value, std::min(left, kMaxTrailerValue));
+    left -= std::min(left, key.size() + value.size());
+  }
+  details.add_details()->PackFrom(info);
   return grpc::Status(static_cast<grpc::StatusCode>(details.code()), details.message(),
                       details.SerializeAsString());
 }

@@ -30,13 +30,14 @@ absl::Status WithReason(absl::Status status, const std::string& reason,
 // The reason attached to `status`; without one, the name of its code ("DATA_LOSS").
 ErrorReason ReasonOf(const absl::Status& status);
 
-// For answers of an RPC. A non-OK result always carries an ErrorInfo. Messages are cut to 4 KiB,
-// since they travel in HTTP/2 headers, which both ends bound.
+// For answers of an RPC. A non-OK result always carries an ErrorInfo. Message and metadata are cut
+// to what fits the 8 KiB of HTTP/2 trailers that clients take by default: about 1900 characters of
+// ASCII, and 1 KiB.
 grpc::Status ToGrpcStatus(const absl::Status& status);
 // For results of a call.
 absl::Status FromGrpcStatus(const grpc::Status& status);
 
-// For statuses inside messages (PrepJob.error, LeaseReport.error).
+// For statuses inside messages (PrepJob.error, LeaseReport.error). Messages are cut to 4 KiB.
 google::rpc::Status ToRpcStatus(const absl::Status& status);
 // A code that is not canonical becomes UNKNOWN.
 absl::Status FromRpcStatus(const google::rpc::Status& status);

@@ -10,6 +10,7 @@
 #include "kernels/status_macros.h"
 #include "workers/canonical_json.h"
 #include "workers/digest.h"
+#include "workers/expert_slots.h"
 #include "workers/object_names.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
@@ -23,6 +24,24 @@ constexpr int64_t kMaxPartBytes = int64_t{1} << 42;
 constexpr int32_t kMaxWorldSize = 4096;
 constexpr int kListedNotCarried = 100;
 constexpr char kRankNumbering[] = "dp_rank*tensor_parallel_size+tp_rank";
+
+absl::Status NormalizePlacement(const v1::ParallelLayout& layout) {
+  SP_ASSIGN_OR_RETURN([[maybe_unused]] const ExpertPlacement placement,
+                      ParsePlacement(layout.expert_placement()));
+  if (layout.redundant_experts() < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("parallel_layout.redundant_experts is ",
+                                                   layout.redundant_experts(), ", want 0 or more"));
+  }
+  if (layout.expert_parallel_size() != 1) return absl::OkStatus();
+  if (placement != ExpertPlacement::kLinear || layout.redundant_experts() != 0 ||
+      layout.physical_to_logical_size() != 0) {
+    return absl::InvalidArgumentError(
+        "parallel_layout places experts, but expert_parallel_size is 1: every rank holds a slice "
+        "of "
+        "every expert");
+  }
+  return absl::OkStatus();
+}
 
 absl::Status NormalizeParallelLayout(v1::ParallelLayout& layout) {
   if (!layout.has_tensor_parallel_size()) {
@@ -51,12 +70,10 @@ absl::Status NormalizeParallelLayout(v1::ParallelLayout& layout) {
                                                    layout.expert_parallel_size(),
                                                    " does not divide the world size ", world));
   }
-  if (layout.expert_parallel_size() != 1) {
-    return absl::UnimplementedError(absl::StrCat("parallel_layout.expert_parallel_size ",
-                                                 layout.expert_parallel_size(),
-                                                 " is not supported yet, want 1"));
+  if (layout.expert_placement().empty()) {
+    layout.set_expert_placement(std::string(PlacementName(ExpertPlacement::kLinear)));
   }
-  return absl::OkStatus();
+  return NormalizePlacement(layout);
 }
 
 absl::Status NormalizeKernelTarget(v1::KernelTarget& kernel) {
@@ -101,8 +118,10 @@ absl::StatusOr<ResolvedKernel> ResolveKernel(const v1::KernelTarget& wish, const
                                              const AlignmentPolicy& policy) {
   ResolvedKernel kernel;
   kernel.target = wish;
-  SP_ASSIGN_OR_RETURN(const BackendChoice backend,
-                      policy.ResolveBackend(wish.backend(), wish.architecture()));
+  SP_ASSIGN_OR_RETURN(
+      const BackendChoice backend,
+      policy.ResolveBackend(wish.backend(), wish.architecture(), moe.format->weights));
+  SP_RETURN_IF_ERROR(policy.CheckWeights(backend.backend, moe.format->weights));
   kernel.target.set_backend(backend.backend);
   kernel.backend_reason = backend.reason;
   if (wish.activation().empty()) {
@@ -123,17 +142,23 @@ absl::StatusOr<ResolvedKernel> ResolveKernel(const v1::KernelTarget& wish, const
 
 std::string Decimal(int64_t value) { return absl::StrCat(value); }
 
+template <typename Numbers>
+nlohmann::json DecimalList(const Numbers& numbers) {
+  nlohmann::json list = nlohmann::json::array();
+  for (const auto number : numbers) list.push_back(Decimal(number));
+  return list;
+}
+
+// Of rank 0: those of the others follow from the parallel layout and the expert map.
 nlohmann::json FusedTensorInputs(const SlicePlan& slices) {
   nlohmann::json tensors = nlohmann::json::object();
   for (const FusedTensor& tensor : slices.fused_tensors()) {
-    nlohmann::json shape = nlohmann::json::array();
-    for (const int64_t extent : tensor.shape) shape.push_back(Decimal(extent));
-    tensors[std::string(RoleName(tensor.role))] = {
+    tensors[tensor.name] = {
         {"layout", GetLayoutInfo(tensor.job.layout).name},
         {"row_order", tensor.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is"},
         {"fill", Decimal(tensor.fill)},
         {"dtype", std::string(DtypeName(tensor.dtype))},
-        {"shape", shape}};
+        {"shape", DecimalList(tensor.shape)}};
   }
   return tensors;
 }
@@ -152,6 +177,7 @@ absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const Resolve
   const nlohmann::json inputs = {
       {"format_version", kFormatVersion},
       {"family", moe.family},
+      {"expert_format", moe.format->id},
       {"geometry",
        {{"hidden", Decimal(moe.hidden)},
         {"intermediate", Decimal(moe.intermediate)},
@@ -163,6 +189,8 @@ absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const Resolve
        {{"tensor_parallel_size", Decimal(parallel.tensor_parallel_size())},
         {"data_parallel_size", Decimal(parallel.data_parallel_size())},
         {"expert_parallel_size", Decimal(parallel.expert_parallel_size())},
+        {"expert_placement", parallel.expert_placement()},
+        {"physical_to_logical", DecimalList(slices.expert_slots().physical_to_logical())},
         {"rank_numbering", kRankNumbering}}},
       {"backend", kernel.target.backend()},
       {"activation", kernel.target.activation()},
@@ -194,27 +222,70 @@ absl::StatusOr<std::string> SourceToken(const Checkpoint& checkpoint) {
   return CanonicalJson(token);
 }
 
-// Routed bytes of a rank under the platform's generic rule.
-absl::StatusOr<int64_t> GenericRuleBytes(const JobPlan& plan, const AlignmentDecision& generic,
-                                         const std::shared_ptr<const Checkpoint>& checkpoint,
-                                         const std::shared_ptr<const MoeCheckpoint>& moe) {
-  SlicePlanInputs inputs = plan.slices.inputs();
+// The generic rule of the platform is one for FP4 kernels; others have no yardstick but their own.
+absl::Status SummarizeSaving(const JobPlan& plan, const ResolvedKernel& kernel,
+                             const AlignmentPolicy& policy, v1::PlanSummary& summary) {
+  const SlicePlan& slices = plan.slices;
+  AlignmentDecision generic = kernel.decision;
+  if (absl::string_view(slices.moe().format->weights) == "mxfp4") {
+    SP_ASSIGN_OR_RETURN(generic, policy.GenericRule(kernel.target.architecture()));
+  }
+  SlicePlanInputs inputs = slices.inputs();
   inputs.intermediate_alignment = generic.intermediate;
   inputs.hidden_alignment = generic.hidden;
-  SP_ASSIGN_OR_RETURN(const SlicePlan slices, SlicePlan::Make(checkpoint, moe, inputs));
-  return slices.RoutedBytesPerRank(/*with_mtp=*/true);
+  SP_ASSIGN_OR_RETURN(const SlicePlan other,
+                      SlicePlan::Make(slices.shared_checkpoint(), slices.shared_moe(), inputs));
+  summary.set_generic_rule_id(generic.rule_id);
+  summary.set_generic_rule_bytes_per_rank(other.RoutedBytesPerRank(/*with_mtp=*/true));
+  summary.set_saved_bytes_per_rank(summary.generic_rule_bytes_per_rank() -
+                                   summary.routed_bytes_per_rank());
+  return absl::OkStatus();
+}
+
+v1::FusedTensorSummary Summary(const FusedTensor& tensor) {
+  v1::FusedTensorSummary fused;
+  fused.set_role(tensor.name);
+  fused.set_dtype(std::string(DtypeName(tensor.dtype)));
+  for (const int64_t extent : tensor.shape) fused.add_shape(extent);
+  fused.set_layout(GetLayoutInfo(tensor.job.layout).name);
+  fused.set_size_bytes(tensor.size_bytes);
+  fused.set_native_bytes(tensor.native_bytes);
+  return fused;
+}
+
+void SummarizeShapes(const SlicePlan& slices, v1::PlanSummary& summary) {
+  for (const FusedTensor& tensor : slices.fused_tensors()) {
+    *summary.add_fused_tensors() = Summary(tensor);
+  }
+  if (slices.shape_count() == 1) return;
+  for (int shape = 0; shape < slices.shape_count(); ++shape) summary.add_rank_shapes();
+  for (int32_t rank = 0; rank < slices.rank_count(); ++rank) {
+    v1::RankShape& shape = *summary.mutable_rank_shapes(slices.ShapeOf(rank));
+    shape.add_ranks(rank);
+    if (shape.ranks_size() > 1) continue;
+    shape.set_intermediate(slices.IntermediateOf(rank).elements());
+    for (const FusedTensor& tensor : slices.FusedTensorsOf(rank)) {
+      *shape.add_fused_tensors() = Summary(tensor);
+      shape.set_expert_count(tensor.experts);
+      shape.set_routed_bytes(shape.routed_bytes() +
+                             tensor.size_bytes * summary.routed_layer_count());
+    }
+  }
 }
 
 void SummarizeGeometry(const SlicePlan& slices, v1::PlanSummary& summary) {
   const MoeCheckpoint& moe = slices.moe();
   summary.set_family(moe.family);
+  summary.set_expert_format(moe.format->id);
+  summary.set_physical_expert_count(slices.expert_slots().physical_count());
   summary.set_hidden_size(moe.hidden);
   summary.set_intermediate_size(moe.intermediate);
   summary.set_expert_count(moe.experts);
   for (const Region& region : slices.regions()) {
-    summary.set_part_count(
-        summary.part_count() +
-        static_cast<int32_t>(region.parts.size() * slices.RanksOf(region).size()));
+    for (const int32_t rank : slices.RanksOf(region)) {
+      summary.set_part_count(summary.part_count() +
+                             static_cast<int32_t>(slices.PartsOf(region, rank).size()));
+    }
     if (region.kind != Region::Kind::kRouted) continue;
     summary.set_routed_layer_count(summary.routed_layer_count() + 1);
     if (moe.layers[region.moe_layer].is_mtp) {
@@ -226,15 +297,7 @@ void SummarizeGeometry(const SlicePlan& slices, v1::PlanSummary& summary) {
   summary.mutable_extents()->set_padded_hidden(slices.padded_hidden().elements());
   summary.mutable_extents()->set_intermediate(slices.intermediate().elements());
   summary.mutable_extents()->set_padded_intermediate(slices.padded_intermediate().elements());
-  for (const FusedTensor& tensor : slices.fused_tensors()) {
-    v1::FusedTensorSummary& fused = *summary.add_fused_tensors();
-    fused.set_role(std::string(RoleName(tensor.role)));
-    fused.set_dtype(std::string(DtypeName(tensor.dtype)));
-    for (const int64_t extent : tensor.shape) fused.add_shape(extent);
-    fused.set_layout(GetLayoutInfo(tensor.job.layout).name);
-    fused.set_size_bytes(tensor.size_bytes);
-    fused.set_native_bytes(tensor.native_bytes);
-  }
+  SummarizeShapes(slices, summary);
 }
 
 absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
@@ -248,9 +311,7 @@ absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
   summary.set_replicated_bytes(slices.ReplicatedBytes());
   int64_t routed = 0, all = 0;
   for (const MoeLayer& layer : moe.layers) {
-    for (const auto& expert : layer.experts) {
-      for (const int32_t t : expert) routed += tensors.at(t).size_bytes;
-    }
+    for (const int32_t t : layer.Tensors()) routed += tensors.at(t).size_bytes;
   }
   for (int64_t t = 0; t < tensors.size(); ++t) all += tensors.at(t).size_bytes;
   summary.set_source_routed_bytes(routed);
@@ -259,7 +320,7 @@ absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
   int64_t output = 0;
   for (const Region& region : slices.regions()) {
     for (const int32_t rank : slices.RanksOf(region)) {
-      for (const PartPlan& part : region.parts) {
+      for (const PartPlan& part : slices.PartsOf(region, rank)) {
         SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(plan, part, rank));
         output += static_cast<int64_t>(header.size()) + part.data_bytes;
       }
@@ -281,18 +342,28 @@ absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
   return absl::OkStatus();
 }
 
-// What a memory budget means for reading: tensors whose columns are cut are read once for each
-// rank set.
+// What a memory budget means for reading: rows that ranks of a group share are read once for each
+// rank set that has ranks of the group, an expert with several slots once for each.
+int64_t ReadBytes(const SlicePlan& slices, int32_t ranks_per_set, int64_t routed_layers) {
+  int64_t read = slices.ReplicatedBytes();
+  const int32_t group_size = slices.moe_tensor_parallel_size();
+  for (int32_t group = 0; group < slices.expert_slots().groups(); ++group) {
+    const int32_t first = group * group_size, last = first + group_size - 1;
+    const int64_t sets = last / ranks_per_set - first / ranks_per_set + 1;
+    for (int32_t rank = first; rank <= last; ++rank) {
+      for (const FusedTensor& tensor : slices.FusedTensorsOf(rank)) {
+        read += (tensor.splits_rows ? sets : 1) * tensor.native_bytes * routed_layers;
+      }
+    }
+  }
+  return read;
+}
+
 absl::Status SummarizeMemory(const JobPlan& plan, const PlanOptions& options,
                              v1::PlanSummary& summary) {
   const SlicePlan& slices = plan.slices;
   SP_ASSIGN_OR_RETURN(const int32_t ranks, RanksPerLease(plan, options.memory_budget_bytes));
-  const int64_t sets = (slices.rank_count() + ranks - 1) / ranks;
-  int64_t read = slices.NeededSourceBytes();
-  for (const FusedTensor& tensor : slices.fused_tensors()) {
-    if (!BlockShapeOf(slices, tensor).shared) continue;
-    read += (sets - 1) * tensor.native_bytes * slices.rank_count() * summary.routed_layer_count();
-  }
+  const int64_t read = ReadBytes(slices, ranks, summary.routed_layer_count());
   summary.set_read_bytes(read);
   summary.set_read_amplification(summary.needed_bytes() == 0
                                      ? 1.0
@@ -320,7 +391,8 @@ absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const Policy
   alignment.set_policy_version(absl::StrCat(policy.version));
   alignment.set_policy_digest(table.sha256_hex);
   summary.set_minimum_aiter_version(policy.MinimumAiterVersion(
-      kernel.profile, plan.slices.intermediate(), plan.slices.padded_intermediate()));
+      kernel.profile, plan.slices.intermediate(), plan.slices.padded_intermediate(),
+      plan.slices.moe().format->weights));
   SummarizeGeometry(plan.slices, summary);
   SP_RETURN_IF_ERROR(SummarizeBytes(plan, summary));
   return SummarizeMemory(plan, options, summary);
@@ -343,6 +415,10 @@ absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
   if (target.destination_uri() == normal.source_uri()) {
     return absl::InvalidArgumentError(
         absl::StrCat("destination_uri is the source itself: ", normal.source_uri()));
+  }
+  if (target.destination_uri() == "/") {
+    return absl::InvalidArgumentError(
+        "destination_uri is the root of the file system, want a directory of its own");
   }
   SP_RETURN_IF_ERROR(NormalizeParallelLayout(*target.mutable_parallel_layout()));
   SP_RETURN_IF_ERROR(NormalizeKernelTarget(*target.mutable_kernel_target()));
@@ -367,8 +443,9 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
   SP_ASSIGN_OR_RETURN(const PolicyFile table, PolicyOf(normal));
   const AlignmentPolicy& policy = table.policy;
   SP_ASSIGN_OR_RETURN(const auto source,
-                      OpenStore(normal.source_uri(),
-                                {.create = false, .allowed_roots = options.allowed_source_roots}));
+                      OpenStore(normal.source_uri(), {.create = false,
+                                                      .allowed_roots = options.allowed_source_roots,
+                                                      .s3 = options.s3}));
   SP_ASSIGN_OR_RETURN(Checkpoint read, ReadCheckpoint(*source));
   const auto checkpoint = std::make_shared<const Checkpoint>(std::move(read));
   SP_ASSIGN_OR_RETURN(MoeCheckpoint recognized, RecognizeFamily(*checkpoint));
@@ -377,23 +454,30 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
   SP_ASSIGN_OR_RETURN(const ResolvedKernel kernel,
                       ResolveKernel(target.kernel_target(), *moe, policy));
   const v1::ParallelLayout& parallel = target.parallel_layout();
-  SP_ASSIGN_OR_RETURN(SlicePlan slices,
-                      SlicePlan::Make(checkpoint, moe,
-                                      {.tensor_parallel_size = parallel.tensor_parallel_size(),
-                                       .data_parallel_size = parallel.data_parallel_size(),
-                                       .expert_parallel_size = parallel.expert_parallel_size(),
-                                       .intermediate_alignment = kernel.decision.intermediate,
-                                       .hidden_alignment = kernel.decision.hidden,
-                                       .profile = kernel.profile,
-                                       .naming = target.naming(),
-                                       .include_mtp = normal.include_mtp(),
-                                       .experts_only = normal.carry() == v1::CARRY_EXPERTS_ONLY,
-                                       .part_size_bytes = normal.part_size_bytes()}));
+  SP_ASSIGN_OR_RETURN(const ExpertPlacement placement, ParsePlacement(parallel.expert_placement()));
+  SP_ASSIGN_OR_RETURN(
+      SlicePlan slices,
+      SlicePlan::Make(checkpoint, moe,
+                      {.tensor_parallel_size = parallel.tensor_parallel_size(),
+                       .data_parallel_size = parallel.data_parallel_size(),
+                       .expert_parallel_size = parallel.expert_parallel_size(),
+                       .expert_placement = placement,
+                       .redundant_experts = parallel.redundant_experts(),
+                       .physical_to_logical = {parallel.physical_to_logical().begin(),
+                                               parallel.physical_to_logical().end()},
+                       .intermediate_alignment = kernel.decision.intermediate,
+                       .hidden_alignment = kernel.decision.hidden,
+                       .profile = kernel.profile,
+                       .naming = target.naming(),
+                       .include_mtp = normal.include_mtp(),
+                       .experts_only = normal.carry() == v1::CARRY_EXPERTS_ONLY,
+                       .part_size_bytes = normal.part_size_bytes()}));
   SP_RETURN_IF_ERROR(
       CheckWidth(kernel.decision, slices.intermediate(), slices.padded_intermediate()));
-  SP_ASSIGN_OR_RETURN(const auto destination,
-                      OpenStore(target.destination_uri(), {.create = true, .allowed_roots = {}}));
-  const MemoryNeed memory = MemoryNeedOf(slices, *destination);
+  SP_ASSIGN_OR_RETURN(
+      const auto destination,
+      OpenStore(target.destination_uri(), {.create = true, .allowed_roots = {}, .s3 = options.s3}));
+  const MemoryNeed memory = MemoryNeedOf(slices, *source, *destination);
   auto plan = std::make_shared<JobPlan>(JobPlan{.spec = std::move(normal),
                                                 .summary = {},
                                                 .fingerprint = "",
@@ -405,13 +489,7 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
   plan->fingerprint = Sha256Hex(plan->fingerprint_inputs);
   SP_ASSIGN_OR_RETURN(plan->source_token, SourceToken(*checkpoint));
   SP_RETURN_IF_ERROR(Summarize(*plan, kernel, table, options));
-  SP_ASSIGN_OR_RETURN(const AlignmentDecision generic,
-                      policy.GenericRule(kernel.target.architecture()));
-  SP_ASSIGN_OR_RETURN(const int64_t generic_bytes,
-                      GenericRuleBytes(*plan, generic, checkpoint, moe));
-  plan->summary.set_generic_rule_id(generic.rule_id);
-  plan->summary.set_generic_rule_bytes_per_rank(generic_bytes);
-  plan->summary.set_saved_bytes_per_rank(generic_bytes - plan->summary.routed_bytes_per_rank());
+  SP_RETURN_IF_ERROR(SummarizeSaving(*plan, kernel, policy, plan->summary));
   const auto free_bytes = destination->FreeBytes();
   plan->summary.set_destination_free_bytes(
       free_bytes.ok() && *free_bytes != kUnlimitedBytes ? *free_bytes : -1);

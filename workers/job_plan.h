@@ -20,6 +20,8 @@ namespace shardprep {
 // Version of everything that is stored. Part of the fingerprint and of a worker's build.
 inline constexpr char kFormatVersion[] = "1";
 
+class S3Connection;
+
 struct JobPlan {
   v1::PrepJobSpec spec;  // defaults filled in, URIs normalised
   v1::PlanSummary summary;
@@ -38,12 +40,13 @@ struct PlanOptions {
   int thread_count = 1;
   // Directories that symbolic links of the source may lead into, besides its own root.
   std::vector<std::string> allowed_source_roots;
+  std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
 };
 
 // Reads the checkpoint's headers and plans. Writes nothing.
 // Errors: INVALID_ARGUMENT (spec or checkpoint wrong in any state), FAILED_PRECONDITION (a file is
 // missing, a profile does not go with a backend, a source that is itself prepared), NOT_FOUND (no
-// such source), UNIMPLEMENTED (expert parallelism, several targets, fused shared experts).
+// such source), UNIMPLEMENTED (several targets, fused shared experts).
 absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& spec,
                                                        const PlanOptions& options);
 

@@ -28,12 +28,16 @@ class MeteredStore : public ObjectStore {
   absl::StatusOr<ObjectInfo> PutIfAbsent(const std::string& key, const std::string& bytes,
                                          const CommitGate& gate) override;
   absl::Status Delete(const std::string& key) override;
-  int64_t WriteBufferBytes(int64_t largest_reserve) const override {
-    return store_->WriteBufferBytes(largest_reserve);
+  int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override {
+    return store_->WriteBufferBytes(largest_object, largest_reserve);
   }
+  int64_t PreferredReadBytes() const override { return store_->PreferredReadBytes(); }
   absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
   absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() override { return store_->Claim(); }
   absl::Status CheckWritable() override;
+  absl::Status CheckNotObstructed(const std::string& key) override {
+    return store_->CheckNotObstructed(key);
+  }
   const std::string& uri() const override { return store_->uri(); }
 
  private:

@@ -10,8 +10,9 @@
 // that `m/1/` can never mean `m/10/`.
 //
 // Codes, from every method: UNAVAILABLE is worth another attempt, RESOURCE_EXHAUSTED means no space
-// or quota, FAILED_PRECONDITION that the store must be repaired first (no permission, read-only, a
-// directory where an object should be), DATA_LOSS that bytes are not what they were.
+// or quota (IsNoSpace()) or that this process has no memory or descriptors left,
+// FAILED_PRECONDITION that the store must be repaired first (no permission, read-only, a directory
+// where an object should be), DATA_LOSS that bytes are not what they were.
 #pragma once
 
 #include <cstdint>
@@ -31,6 +32,12 @@ namespace shardprep {
 // non-OK answer, such as ABORTED for a lost lease, is returned to the caller and nothing becomes
 // visible. An empty function agrees.
 using CommitGate = std::function<absl::Status()>;
+
+// Marks an error of a store: it has no space or quota left, which only its operator can change.
+inline constexpr char kNoSpacePayload[] = "shardprep/no-space";
+inline bool IsNoSpace(const absl::Status& status) {
+  return status.GetPayload(kNoSpacePayload).has_value();
+}
 
 // FreeBytes() of a store without a limit that it knows.
 inline constexpr int64_t kUnlimitedBytes = std::numeric_limits<int64_t>::max();
@@ -70,8 +77,8 @@ class ObjectReader {
 struct WriteOptions {
   // The object's exact size, announced. Space for it is taken up front where the store can.
   int64_t size_bytes = 0;
-  // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(largest Reserve). It
-  // belongs to the writer until Commit() returns or the writer is destroyed.
+  // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(size_bytes, largest
+  // Reserve). It belongs to the writer until Commit() returns or the writer is destroyed.
   absl::Span<uint8_t> buffer;
 };
 
@@ -150,14 +157,24 @@ class ObjectStore {
     return std::make_unique<StoreClaim>();
   }
 
-  // Memory that WriteOptions::buffer must have for reservations of at most `largest_reserve`.
-  virtual int64_t WriteBufferBytes(int64_t largest_reserve) const = 0;
+  // Memory that WriteOptions::buffer must have for an object of at most `largest_object` bytes and
+  // reservations of at most `largest_reserve`.
+  virtual int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const = 0;
+
+  // Bytes that one ReadAt() should ask for where the choice is free: 0 when small reads are as good
+  // as large ones, more where each read is a request with a latency of its own.
+  virtual int64_t PreferredReadBytes() const { return 0; }
 
   // Space left for this process, or kUnlimitedBytes.
   virtual absl::StatusOr<int64_t> FreeBytes() = 0;
 
   // Writes and deletes a small probe under `_shardprep/`: OK means that objects can be written now.
   virtual absl::Status CheckWritable() = 0;
+
+  // FAILED_PRECONDITION, naming it, when something that is no object, and that no write replaces,
+  // stands where an object of that key would be made: a directory, for instance. Says nothing about
+  // objects. A store that knows only objects has nothing of the kind.
+  virtual absl::Status CheckNotObstructed(const std::string& /*key*/) { return absl::OkStatus(); }
 
   // The normalised URI (NormalizeUri() in workers/open_store.h) of the store's root.
   virtual const std::string& uri() const = 0;

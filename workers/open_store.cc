@@ -16,6 +16,7 @@
 #include "kernels/status_macros.h"
 #include "workers/directory_store.h"
 #include "workers/object_names.h"
+#include "workers/s3/s3_store.h"
 
 namespace shardprep {
 namespace {
@@ -153,12 +154,17 @@ bool IsSameOrInside(const std::string& inner, const std::string& outer) {
   return absl::StartsWith(inner, absl::StrCat(outer, "/"));
 }
 
+bool IsS3Uri(const std::string& uri) { return SplitScheme(uri).scheme == "s3"; }
+
 absl::StatusOr<std::unique_ptr<ObjectStore>> OpenStore(const std::string& uri,
                                                        const OpenStoreOptions& options) {
   SP_ASSIGN_OR_RETURN(std::string normal, NormalizeUri(uri));
   if (absl::StartsWith(normal, kS3Scheme)) {
-    return absl::UnimplementedError(
-        absl::StrCat(normal, ": this build has no S3 store, want a directory"));
+    if (options.s3 == nullptr) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(normal, ": access to S3 is not set up here"));
+    }
+    return OpenS3Store(normal, options.s3);
   }
   DirectoryStoreOptions directory;
   directory.root = std::move(normal);

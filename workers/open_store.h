@@ -13,13 +13,20 @@
 
 namespace shardprep {
 
+class S3Connection;
+
 struct OpenStoreOptions {
   // A root that is missing is made by the first write, and reads find nothing until then. Without
   // it a missing root is NOT_FOUND.
   bool create = false;
   // Absolute directories that symbolic links of a directory store may lead into, besides its root.
   std::vector<std::string> allowed_roots;
+  // How s3:// is reached (workers/s3/s3_store.h); without it such URIs are FAILED_PRECONDITION.
+  std::shared_ptr<S3Connection> s3;
 };
+
+// Whether a URI needs OpenStoreOptions::s3.
+bool IsS3Uri(const std::string& uri);
 
 // The one spelling of a URI: a directory is its absolute path, without `file://`, without empty or
 // `.` segments and without a trailing slash; S3 is `s3://bucket` or `s3://bucket/prefix`. Equal
@@ -39,7 +46,8 @@ bool IsSameOrInside(const std::string& inner, const std::string& outer);
 
 // Opens the store at `uri`, which NormalizeUri() must accept without a base directory. Writes
 // nothing. INVALID_ARGUMENT as NormalizeUri(); NOT_FOUND for a missing root; FAILED_PRECONDITION
-// when the root is not a directory or may not be read; UNIMPLEMENTED for s3://.
+// when the root is not a directory or may not be read, or s3:// was not set up. Of S3 nothing is
+// asked yet: a missing bucket is found by the first call.
 absl::StatusOr<std::unique_ptr<ObjectStore>> OpenStore(const std::string& uri,
                                                        const OpenStoreOptions& options);
 

@@ -252,6 +252,26 @@ absl::Status ReadProfiles(const Json& root, AlignmentPolicy& policy) {
   });
 }
 
+absl::Status ReadWeights(const Json& root, AlignmentPolicy& policy) {
+  std::set<std::string> names;
+  return ForEachRow(root, "weights", Rows::kSome, [&](Fields& fields) -> absl::Status {
+    WeightSupport support;
+    SP_ASSIGN_OR_RETURN(support.weights, fields.Text("weights"));
+    SP_RETURN_IF_ERROR(CheckNew(fields.At("weights"), support.weights, names));
+    SP_ASSIGN_OR_RETURN(support.backends, fields.NamesOf("backends", policy.backends));
+    SP_ASSIGN_OR_RETURN(support.source, fields.Text("source"));
+    policy.weights.push_back(std::move(support));
+    return absl::OkStatus();
+  });
+}
+
+std::vector<std::string> WeightNames(const AlignmentPolicy& policy) {
+  std::vector<std::string> names;
+  names.reserve(policy.weights.size());
+  for (const WeightSupport& support : policy.weights) names.push_back(support.weights);
+  return names;
+}
+
 absl::Status CheckDottedNumbers(const std::string& where, const std::string& version) {
   for (const std::string& number : std::vector<std::string>(absl::StrSplit(version, '.'))) {
     const bool digits =
@@ -267,6 +287,7 @@ absl::Status ReadAiterMinimums(const Json& root, AlignmentPolicy& policy) {
   return ForEachRow(root, "aiter_minimums", Rows::kAny, [&](Fields& fields) -> absl::Status {
     AiterMinimum minimum;
     SP_ASSIGN_OR_RETURN(minimum.profile, fields.Profile("profile"));
+    SP_ASSIGN_OR_RETURN(minimum.weights, fields.NamesOf("weights", WeightNames(policy)));
     SP_ASSIGN_OR_RETURN(const std::string width, fields.Text("width"));
     if (width != "native" && width != "padded") {
       return Bad(fields.At("width"), absl::StrCat("want native or padded, found '", width, "'"));
@@ -286,6 +307,7 @@ absl::Status ReadAutoBackends(const Json& root, AlignmentPolicy& policy) {
       ForEachRow(root, "auto_backends", Rows::kSome, [&](Fields& fields) -> absl::Status {
         AutoBackend row;
         SP_ASSIGN_OR_RETURN(row.architectures, fields.Names("architectures"));
+        SP_ASSIGN_OR_RETURN(row.weights, fields.NamesOf("weights", WeightNames(policy)));
         SP_ASSIGN_OR_RETURN(row.backend, fields.Text("backend"));
         if (std::find(policy.backends.begin(), policy.backends.end(), row.backend) ==
             policy.backends.end()) {
@@ -296,15 +318,17 @@ absl::Status ReadAutoBackends(const Json& root, AlignmentPolicy& policy) {
         return absl::OkStatus();
       });
   SP_RETURN_IF_ERROR(read);
-  if (policy.auto_backends.back().architectures != std::vector<std::string>{"*"}) {
-    return Bad("auto_backends", "the last row must match every architecture");
+  const std::vector<std::string> all = {"*"};
+  const AutoBackend& last = policy.auto_backends.back();
+  if (last.architectures != all || last.weights != all) {
+    return Bad("auto_backends", "the last row must match every architecture and all weights");
   }
   return absl::OkStatus();
 }
 
 // The keys whose values are lists of rows, which ForEachRow reads.
 constexpr std::initializer_list<const char*> kTables = {
-    "platforms", "rows", "constraints", "profiles", "aiter_minimums", "auto_backends"};
+    "platforms", "rows", "constraints", "profiles", "weights", "aiter_minimums", "auto_backends"};
 
 absl::StatusOr<AlignmentPolicy> PolicyOf(const Json& root) {
   if (!root.is_object()) return Bad("text", "want an object");
@@ -324,6 +348,7 @@ absl::StatusOr<AlignmentPolicy> PolicyOf(const Json& root) {
   SP_RETURN_IF_ERROR(ReadRows(root, policy));
   SP_RETURN_IF_ERROR(ReadConstraints(root, policy));
   SP_RETURN_IF_ERROR(ReadProfiles(root, policy));
+  SP_RETURN_IF_ERROR(ReadWeights(root, policy));
   SP_RETURN_IF_ERROR(ReadAiterMinimums(root, policy));
   SP_RETURN_IF_ERROR(ReadAutoBackends(root, policy));
   return policy;

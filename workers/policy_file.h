@@ -20,8 +20,8 @@ struct PolicyFile {
 // missing, unknown or doubled key, a wrong type, an empty name or list (but constraints and
 // aiter_minimums may have no rows), "*" beside other names, an
 // alignment or multiple below 1, a doubled id, a name that the lists of backends, activations,
-// platforms or profiles do not hold, a version that is not dotted numbers, or a missing fallthrough
-// (a last row that matches everything; the same for auto_backends).
+// platforms, weights or profiles do not hold, a version that is not dotted numbers, or a missing
+// fallthrough (a last row that matches everything; the same for auto_backends).
 absl::StatusOr<PolicyFile> ParseAlignmentPolicy(const std::string& text);
 
 // The compiled-in table.

@@ -5,6 +5,8 @@
 // 2. Rows of w1 and w3 belong to one rank: its thread reads them into its own buffer. Columns of w2
 //    are needed by every rank: the first thread that comes to a block reads its rows whole into one
 //    of a few shared buffers, and the last that is done with it frees the buffer.
+//    Where the source prefers large reads, nobody reads blocks: a SpanReader fetches large ranges
+//    ahead of the threads, and a block is a view of some rows of a span.
 // 3. The block is shuffled straight into the rank's write buffer; source bytes go into the native
 //    CRC and output bytes into the digest while both are in cache; the writer sends the buffer off
 //    when it is full. Output is made in its final order, so a part is one sequential stream.
@@ -31,6 +33,9 @@
 #include "workers/artifact.h"
 #include "workers/block_plan.h"
 #include "workers/digest.h"
+#include "workers/parallel.h"
+#include "workers/source_spans.h"
+#include "workers/span_reader.h"
 
 namespace shardprep {
 namespace {
@@ -62,9 +67,10 @@ class SourceFiles {
       : checkpoint_(checkpoint), store_(store) {}
 
   absl::StatusOr<ObjectReader*> Get(int64_t file) {
-    absl::MutexLock lock(&mu_);
-    std::unique_ptr<ObjectReader>& reader = readers_[file];
-    if (reader == nullptr) {
+    File& entry = EntryOf(file);
+    // Whoever needs another file does not wait for this one to be opened.
+    absl::MutexLock lock(&entry.mu);
+    if (entry.reader == nullptr) {
       const CheckpointFile& known = checkpoint_.files()[file];
       SP_ASSIGN_OR_RETURN(auto opened, store_.Open(known.name));
       if (opened->info().etag != known.etag) {
@@ -72,22 +78,42 @@ class SourceFiles {
                                                 ": changed since it was planned: version ",
                                                 opened->info().etag, ", want ", known.etag));
       }
-      reader = std::move(opened);
+      entry.reader = std::move(opened);
     }
-    return reader.get();
+    return entry.reader.get();
   }
 
+  // Of every file that was opened.
   absl::Status CheckUnchanged() {
-    absl::MutexLock lock(&mu_);
-    for (const auto& [file, reader] : readers_) SP_RETURN_IF_ERROR(reader->CheckUnchanged());
+    std::vector<ObjectReader*> opened;
+    {
+      absl::MutexLock lock(&mu_);
+      for (const auto& [number, file] : files_) {
+        absl::MutexLock file_lock(&file->mu);
+        if (file->reader != nullptr) opened.push_back(file->reader.get());
+      }
+    }
+    for (ObjectReader* reader : opened) SP_RETURN_IF_ERROR(reader->CheckUnchanged());
     return absl::OkStatus();
   }
 
  private:
+  struct File {
+    absl::Mutex mu;
+    std::unique_ptr<ObjectReader> reader ABSL_GUARDED_BY(mu);
+  };
+
+  File& EntryOf(int64_t file) {
+    absl::MutexLock lock(&mu_);
+    std::unique_ptr<File>& entry = files_[file];
+    if (entry == nullptr) entry = std::make_unique<File>();
+    return *entry;
+  }
+
   const Checkpoint& checkpoint_;
   ObjectStore& store_;
   absl::Mutex mu_;
-  std::map<int64_t, std::unique_ptr<ObjectReader>> readers_ ABSL_GUARDED_BY(mu_);
+  std::map<int64_t, std::unique_ptr<File>> files_ ABSL_GUARDED_BY(mu_);
 };
 
 // A few buffers through which the threads of a region pass the blocks that all of them need. Every
@@ -152,47 +178,15 @@ class SharedBlocks {
   std::vector<Slot> slots_;  // contents guarded by mu_, bytes by the Acquire/Release protocol
 };
 
-// Rows [begin, end) of the padded logical matrix.
-struct RowRange {
-  int64_t begin = 0;
-  int64_t end = 0;
-};
-
-// The logical rows that output rows [begin, end) are made of: one range, or one of each half.
-std::vector<RowRange> LogicalRanges(const FusedTensor& tensor, int64_t begin, int64_t end) {
-  if (!AlternatesHalves(tensor)) return {{begin, end}};
-  const int64_t half = tensor.job.rows / 2;
-  return {{begin / 2, end / 2}, {half + begin / 2, half + end / 2}};
-}
-
-// The part of a slice that lies in a range of logical rows, and where in the tensor it is.
-struct SlicePiece {
-  int slice = 0;
-  int64_t source_row = 0;
-  int64_t first_row = 0;
-  int64_t rows = 0;
-};
-
-std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRange& range) {
-  std::vector<SlicePiece> pieces;
-  for (int s = 0; s < static_cast<int>(slices.size()); ++s) {
-    const Slice& slice = slices[s];
-    const int64_t begin = std::max(range.begin, slice.first_row);
-    const int64_t end = std::min(range.end, slice.first_row + slice.rows);
-    if (begin >= end) continue;
-    pieces.push_back({s, slice.row_begin + (begin - slice.first_row), begin, end - begin});
-  }
-  return pieces;
-}
-
 // One rank's stream: the part being written, its digest and its record.
 class RankStream {
  public:
-  RankStream(const RegionTask& task, RegionProgress& progress, int32_t rank,
+  RankStream(const RegionTask& task, RegionProgress& progress, int32_t rank, int32_t position,
              absl::Span<uint8_t> buffer)
-      : task_(task), progress_(progress), rank_(rank), buffer_(buffer) {}
+      : task_(task), progress_(progress), rank_(rank), position_(position), buffer_(buffer) {}
 
   int32_t rank() const { return rank_; }
+  int32_t position() const { return position_; }  // of the rank in the set
 
   absl::Status BeginPart(const PartPlan& part) {
     SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(*task_.plan, part, rank_));
@@ -277,11 +271,26 @@ class RankStream {
     v1::FileRecord& file = *record_.mutable_file();
     for (const Sha256Bytes& chunk : digest.chunk_sha256) file.add_chunk_sha256(HexEncode(chunk));
     file.set_digest(digest.digest);
-    if (task_.plan->spec.verify_after_write()) SP_RETURN_IF_ERROR(ReadBack(file));
-    return RecordPart(record_, *task_.destination, task_.gate);
+    const absl::Status recorded = VerifyAndRecord();
+    if (!recorded.ok()) Withdraw();
+    return recorded;
   }
 
  private:
+  absl::Status VerifyAndRecord() {
+    if (task_.plan->spec.verify_after_write()) SP_RETURN_IF_ERROR(ReadBack(record_.file()));
+    return RecordPart(record_, *task_.destination, task_.gate);
+  }
+
+  // Takes a part away that has no record, as when the disk is full at that moment: of a job that
+  // fails only what the journal names may stay. Once the lease is over the part is another's to
+  // overwrite. Should the record have come about in spite of its error, it counts for nothing
+  // without the part.
+  void Withdraw() {
+    if (task_.gate && !task_.gate().ok()) return;
+    task_.destination->Delete(record_.file().key()).IgnoreError();
+  }
+
   absl::Status Append(const std::string& bytes) {
     for (size_t done = 0; done < bytes.size();) {
       const int64_t piece = std::min<int64_t>(bytes.size() - done, kBlockBytes);
@@ -299,9 +308,11 @@ class RankStream {
       return absl::DataLossError(absl::StrCat(file.key(), ": ", reader->info().size_bytes,
                                               " bytes after writing, want ", file.size_bytes()));
     }
+    const int64_t largest =
+        std::min(static_cast<int64_t>(buffer_.size()),
+                 std::max(kBlockBytes, task_.destination->PreferredReadBytes()));
     for (int64_t at = 0; at < file.size_bytes();) {
-      const int64_t piece =
-          std::min({kBlockBytes, file.size_bytes() - at, static_cast<int64_t>(buffer_.size())});
+      const int64_t piece = std::min(largest, file.size_bytes() - at);
       const absl::Span<uint8_t> bytes = buffer_.subspan(0, piece);
       SP_RETURN_IF_ERROR(reader->ReadAt(at, bytes));
       digest_.Update(bytes);
@@ -318,6 +329,7 @@ class RankStream {
   const RegionTask& task_;
   RegionProgress& progress_;
   const int32_t rank_;
+  const int32_t position_;
   const absl::Span<uint8_t> buffer_;
   std::unique_ptr<ObjectWriter> writer_;
   ChunkedDigest digest_;
@@ -339,6 +351,9 @@ struct RegionRun {
   std::atomic<bool> failed{false};
   absl::Mutex mu;
   absl::Status error ABSL_GUARDED_BY(mu);
+  // Where the source prefers large reads: how the part's bytes come. Set before threads start.
+  SpanPlan span_plan;
+  std::optional<SpanReader> spans;
 
   // The first error counts; the others are its consequences.
   void Fail(const absl::Status& status) {
@@ -348,6 +363,7 @@ struct RegionRun {
     }
     failed = true;
     shared.Fail(absl::CancelledError("another thread of the region failed"));
+    if (spans) spans->Fail(absl::CancelledError("another thread of the region failed"));
   }
 
   absl::Status first_error() {
@@ -366,22 +382,40 @@ struct RegionRun {
   // Reads rows [row, row + rows) of a source tensor, `row_bytes` each, whole.
   absl::Status ReadRows(int32_t tensor, int64_t row, int64_t rows, int64_t row_bytes,
                         absl::Span<uint8_t> out) {
-    StageTimer timer(progress, Stage::kRead);
     const TensorInfo info = slices().checkpoint().tensors().at(tensor);
     const int64_t at = row * row_bytes, size = rows * row_bytes;
     SP_CHECK(at + size <= info.size_bytes && size <= static_cast<int64_t>(out.size()));
-    SP_ASSIGN_OR_RETURN(ObjectReader * reader, files.Get(info.file));
-    SP_RETURN_IF_ERROR(reader->ReadAt(info.offset + at, out.subspan(0, size)));
-    progress.bytes_read += size;
+    return ReadBytes(info.file, info.offset + at, out.subspan(0, size));
+  }
+
+  absl::Status ReadBytes(int64_t file, int64_t offset, absl::Span<uint8_t> out) {
+    StageTimer timer(progress, Stage::kRead);
+    SP_ASSIGN_OR_RETURN(ObjectReader * reader, files.Get(file));
+    SP_RETURN_IF_ERROR(reader->ReadAt(offset, out));
+    progress.bytes_read += static_cast<int64_t>(out.size());
     return absl::OkStatus();
+  }
+
+  // Reads the source bytes of `part` for these ranks ahead of `consumers` threads.
+  void ReadAhead(const PartPlan& part, const std::vector<int32_t>& ranks,
+                 absl::Span<uint8_t> memory, int consumers) {
+    // Two spans fit at least: one is used while the next is read.
+    const int64_t half = static_cast<int64_t>(memory.size()) / 2 / kSpanAlignment * kSpanAlignment;
+    span_plan = PlanSpans(slices(), region, part, ranks,
+                          std::min(half, task.plan->memory.read_ahead_least));
+    const auto read = [this](const SourceRange& range, absl::Span<uint8_t> out) {
+      return ReadBytes(range.file, range.offset, out);
+    };
+    spans.emplace(span_plan, memory, consumers, kSourceReaders, read, task.stop);
   }
 
   // Hints that the first bytes of a slice come next.
   absl::Status HintSlice(const Slice& slice) {
     const TensorInfo info = slices().checkpoint().tensors().at(slice.tensor);
     SP_ASSIGN_OR_RETURN(ObjectReader * reader, files.Get(info.file));
-    reader->WillNeed(info.offset + slice.row_begin * slice.source_row_bytes,
-                     std::min(kReadAheadBytes, slice.rows * slice.source_row_bytes));
+    reader->WillNeed(
+        info.offset + slice.row_begin * slice.source_row_bytes,
+        std::min(kReadAheadBytes, slice.rows * slice.row_step * slice.source_row_bytes));
     return absl::OkStatus();
   }
 };
@@ -389,37 +423,47 @@ struct RegionRun {
 // One thread of a region and the ranks that it owns.
 class RegionThread {
  public:
-  RegionThread(RegionRun& run, std::vector<std::unique_ptr<RankStream>> streams,
+  RegionThread(RegionRun& run, int32_t number, std::vector<std::unique_ptr<RankStream>> streams,
                absl::Span<uint8_t> block)
-      : run_(run), streams_(std::move(streams)), block_(block) {}
+      : run_(run), number_(number), streams_(std::move(streams)), block_(block) {}
 
   absl::Status Run(const PartPlan& part) {
     for (const auto& stream : streams_) SP_RETURN_IF_ERROR(stream->BeginPart(part));
-    for (const PartTensor& tensor : part.tensors) {
-      SP_RETURN_IF_ERROR(run_.region.kind == Region::Kind::kRouted ? FuseTensor(tensor)
-                                                                   : CopyTensor(tensor));
+    for (int32_t t = 0; t < static_cast<int32_t>(part.tensors.size()); ++t) {
+      SP_RETURN_IF_ERROR(run_.region.kind == Region::Kind::kRouted
+                             ? FuseTensor(t, part.tensors[t])
+                             : CopyTensor(t, part.tensors[t]));
     }
+    if (run_.spans) run_.spans->Finish(number_);
     SP_RETURN_IF_ERROR(run_.files.CheckUnchanged());
-    const bool last = &part == &run_.region.parts.back();
-    for (const auto& stream : streams_) {
-      SP_RETURN_IF_ERROR(stream->EndPart());
-      if (last && run_.task.rank_done) run_.task.rank_done(stream->rank());
-    }
-    return absl::OkStatus();
+    const auto& parts = run_.slices().PartsOf(run_.region, streams_.front()->rank());
+    return EndPart(/*last=*/part.part == parts.back().part);
   }
 
  private:
-  absl::Status FuseTensor(const PartTensor& tensor) {
-    const FusedTensor& fused = run_.slices().fused_tensors()[tensor.source];
-    const BlockShape shape = BlockShapeOf(run_.slices(), fused);
-    for (int64_t expert = 0; expert < fused.experts; ++expert) {
-      if (expert + 1 < fused.experts) SP_RETURN_IF_ERROR(Hint(fused, expert + 1));
-      for (int64_t begin = 0; begin < fused.job.rows; begin += shape.rows) {
-        SP_RETURN_IF_ERROR(run_.CheckStop());
-        const int64_t end = std::min(begin + shape.rows, fused.job.rows);
-        SP_RETURN_IF_ERROR(shape.shared ? SharedBlock(fused, expert, begin, end)
-                                        : OwnBlocks(fused, expert, begin, end));
+  // Where ending a part takes requests, those of all ranks are under way at once.
+  absl::Status EndPart(bool last) {
+    const int at_once = run_.task.destination->PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
+    std::vector<absl::Status> ended(streams_.size());
+    ForEachAtOnce(static_cast<int64_t>(streams_.size()), at_once, [&](int64_t s) {
+      ended[s] = run_.CheckStop();
+      if (ended[s].ok()) ended[s] = streams_[s]->EndPart();
+      if (!ended[s].ok()) {
+        run_.Fail(ended[s]);
+      } else if (last && run_.task.rank_done) {
+        run_.task.rank_done(streams_[s]->rank());
       }
+    });
+    for (const absl::Status& status : ended) SP_RETURN_IF_ERROR(status);
+    return absl::OkStatus();
+  }
+
+  absl::Status FuseTensor(int32_t number, const PartTensor& tensor) {
+    const FusedTensor& fused =
+        run_.slices().FusedTensorsOf(streams_.front()->rank())[tensor.source];
+    for (int64_t expert = 0; expert < fused.experts; ++expert) {
+      SP_RETURN_IF_ERROR(run_.spans ? FuseFromSpans(number, fused, expert)
+                                    : FuseFromBlocks(fused, expert));
       for (const auto& stream : streams_) stream->EndExpert();
     }
     for (const auto& stream : streams_) {
@@ -429,11 +473,30 @@ class RegionThread {
     return absl::OkStatus();
   }
 
+  // The tensor on a stream's own rank; `fused` is that on the first.
+  const FusedTensor& OnRank(const FusedTensor& fused, const RankStream& stream) const {
+    const SlicePlan& slices = run_.slices();
+    const auto index = &fused - slices.FusedTensorsOf(streams_.front()->rank()).data();
+    return slices.FusedTensorsOf(stream.rank())[static_cast<size_t>(index)];
+  }
+
+  absl::Status FuseFromBlocks(const FusedTensor& fused, int64_t expert) {
+    const BlockShape shape = BlockShapeOf(fused);
+    if (expert + 1 < fused.experts) SP_RETURN_IF_ERROR(Hint(fused, expert + 1));
+    for (int64_t begin = 0; begin < fused.job.rows; begin += shape.rows) {
+      SP_RETURN_IF_ERROR(run_.CheckStop());
+      const int64_t end = std::min(begin + shape.rows, fused.job.rows);
+      SP_RETURN_IF_ERROR(shape.shared ? SharedBlock(fused, expert, begin, end)
+                                      : OwnBlocks(fused, expert, begin, end));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status Hint(const FusedTensor& fused, int64_t expert) {
-    const bool shared = BlockShapeOf(run_.slices(), fused).shared;
+    const bool shared = BlockShapeOf(fused).shared;
     for (const auto& stream : streams_) {
       for (const Slice& slice :
-           run_.slices().SlicesOf(run_.region, fused, stream->rank(), expert)) {
+           run_.slices().SlicesOf(run_.region, OnRank(fused, *stream), stream->rank(), expert)) {
         SP_RETURN_IF_ERROR(run_.HintSlice(slice));
       }
       if (shared) break;  // the same rows for every rank
@@ -441,29 +504,56 @@ class RegionThread {
     return absl::OkStatus();
   }
 
+  // Rows of one source tensor that lie in block_ from the start, and where the next would go.
+  struct RowsInBlock {
+    int32_t tensor = kNoTensor;
+    int64_t first = 0;
+    int64_t end = 0;
+    const uint8_t* data = nullptr;
+    int64_t filled = 0;  // bytes of block_
+  };
+
+  // The first row of a piece, in block_. Where gate and up rows alternate in the source and the
+  // block takes both, the read for gate has all but the last row of up: they are read together.
+  absl::StatusOr<const uint8_t*> ReadPiece(const Slice& slice, const SlicePiece& piece,
+                                           RowsInBlock& block) {
+    const int64_t end = piece.source_row + piece.source_rows;
+    if (slice.tensor != block.tensor || piece.source_row < block.first || end > block.end) {
+      const TensorInfo info = run_.slices().checkpoint().tensors().at(slice.tensor);
+      const int64_t all_rows = info.size_bytes / slice.source_row_bytes;
+      const int64_t rows = std::min(end + slice.row_step - 1, all_rows) - piece.source_row;
+      const absl::Span<uint8_t> bytes = block_.subspan(block.filled, rows * slice.source_row_bytes);
+      SP_RETURN_IF_ERROR(
+          run_.ReadRows(slice.tensor, piece.source_row, rows, slice.source_row_bytes, bytes));
+      block.tensor = slice.tensor;
+      block.first = piece.source_row;
+      block.end = piece.source_row + rows;
+      block.data = bytes.data();
+      block.filled += static_cast<int64_t>(bytes.size());
+    }
+    return block.data + (piece.source_row - block.first) * slice.source_row_bytes;
+  }
+
   // Rows that only one rank needs: read, shuffle, next rank.
   absl::Status OwnBlocks(const FusedTensor& fused, int64_t expert, int64_t begin, int64_t end) {
     for (const auto& owned : streams_) {
       RankStream& stream = *owned;
+      const FusedTensor& own = OnRank(fused, stream);
       const std::vector<Slice> slices =
-          run_.slices().SlicesOf(run_.region, fused, stream.rank(), expert);
+          run_.slices().SlicesOf(run_.region, own, stream.rank(), expert);
       std::vector<RowsView> views;
-      int64_t filled = 0;
+      RowsInBlock block;
       for (const RowRange& range : LogicalRanges(fused, begin, end)) {
         for (const SlicePiece& piece : PiecesIn(slices, range)) {
           const Slice& slice = slices[piece.slice];
-          const absl::Span<uint8_t> bytes =
-              block_.subspan(filled, piece.rows * slice.source_row_bytes);
-          SP_RETURN_IF_ERROR(run_.ReadRows(slice.tensor, piece.source_row, piece.rows,
-                                           slice.source_row_bytes, bytes));
-          const uint8_t* data = bytes.data() + slice.col_begin;
-          stream.CountNative(piece.slice, data, slice.source_row_bytes, piece.rows,
-                             slice.col_bytes);
-          views.push_back({data, slice.source_row_bytes, piece.first_row, piece.rows});
-          filled += static_cast<int64_t>(bytes.size());
+          SP_ASSIGN_OR_RETURN(const uint8_t* rows, ReadPiece(slice, piece, block));
+          const uint8_t* data = rows + slice.col_begin;
+          const int64_t stride = slice.row_step * slice.source_row_bytes;
+          stream.CountNative(piece.slice, data, stride, piece.rows, slice.col_bytes);
+          views.push_back({data, stride, piece.first_row, piece.rows});
         }
       }
-      SP_RETURN_IF_ERROR(Emit(fused, views, begin, end, stream));
+      SP_RETURN_IF_ERROR(Emit(own, views, begin, end, stream));
     }
     return absl::OkStatus();
   }
@@ -484,8 +574,9 @@ class RegionThread {
     absl::Status status;
     for (const auto& owned : streams_) {
       RankStream& stream = *owned;
+      const FusedTensor& own = OnRank(fused, stream);
       const std::vector<Slice> slices =
-          run_.slices().SlicesOf(run_.region, fused, stream.rank(), expert);
+          run_.slices().SlicesOf(run_.region, own, stream.rank(), expert);
       std::vector<RowsView> views;
       for (const SlicePiece& piece : pieces) {
         const Slice& slice = slices[piece.slice];
@@ -493,7 +584,7 @@ class RegionThread {
         stream.CountNative(piece.slice, data, slice.source_row_bytes, piece.rows, slice.col_bytes);
         views.push_back({data, slice.source_row_bytes, piece.first_row, piece.rows});
       }
-      status = Emit(fused, views, begin, end, stream);
+      status = Emit(own, views, begin, end, stream);
       if (!status.ok()) break;
     }
     run_.shared.Release(number);
@@ -511,8 +602,90 @@ class RegionThread {
     return stream.Advance(out.subspan(0, size));
   }
 
-  // A tensor that is stored unchanged: read straight into the write buffer.
-  absl::Status CopyTensor(const PartTensor& tensor) {
+  // The next item if it belongs to this expert of this tensor (tensors count in the part).
+  const SpanItem* NextItem(int32_t tensor, int64_t expert) {
+    const std::vector<SpanItem>& items = run_.span_plan.items;
+    if (next_item_ == items.size()) return nullptr;
+    const SpanItem& item = items[next_item_];
+    if (item.tensor != tensor || item.expert != expert) return nullptr;
+    ++next_item_;
+    return &item;
+  }
+
+  absl::Status FuseFromSpans(int32_t tensor, const FusedTensor& fused, int64_t expert) {
+    const int64_t block_rows = BlockShapeOf(fused).rows;
+    while (const SpanItem* item = NextItem(tensor, expert)) {
+      std::vector<RankStream*> streams;
+      for (const auto& stream : streams_) {
+        const int32_t position = stream->position();
+        if (position >= item->rank_begin && position < item->rank_end) {
+          streams.push_back(stream.get());
+        }
+      }
+      if (streams.empty()) continue;
+      SP_ASSIGN_OR_RETURN(const SpanBytes span, run_.spans->MoveTo(number_, item->span));
+      for (int64_t begin = item->begin; begin < item->end; begin += block_rows) {
+        SP_RETURN_IF_ERROR(run_.CheckStop());
+        const int64_t end = std::min(begin + block_rows, item->end);
+        for (RankStream* stream : streams) {
+          SP_RETURN_IF_ERROR(SpanBlock(fused, expert, begin, end, span, *stream));
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Output rows [begin, end) of one rank, from a span that holds their source rows.
+  absl::Status SpanBlock(const FusedTensor& fused, int64_t expert, int64_t begin, int64_t end,
+                         const SpanBytes& span, RankStream& stream) {
+    const FusedTensor& own = OnRank(fused, stream);
+    const std::vector<Slice> slices =
+        run_.slices().SlicesOf(run_.region, own, stream.rank(), expert);
+    std::vector<RowsView> views;
+    for (const RowRange& range : LogicalRanges(fused, begin, end)) {
+      for (const SlicePiece& piece : PiecesIn(slices, range)) {
+        const Slice& slice = slices[piece.slice];
+        const TensorInfo info = run_.slices().checkpoint().tensors().at(slice.tensor);
+        const uint8_t* rows =
+            span.At(info.file, info.offset + piece.source_row * slice.source_row_bytes,
+                    piece.source_rows * slice.source_row_bytes);
+        const uint8_t* data = rows + slice.col_begin;
+        const int64_t stride = slice.row_step * slice.source_row_bytes;
+        stream.CountNative(piece.slice, data, stride, piece.rows, slice.col_bytes);
+        views.push_back({data, stride, piece.first_row, piece.rows});
+      }
+    }
+    return Emit(own, views, begin, end, stream);
+  }
+
+  // A tensor that is stored unchanged.
+  absl::Status CopyTensor(int32_t number, const PartTensor& tensor) {
+    SP_RETURN_IF_ERROR(run_.spans ? CopyFromSpans(number, tensor) : CopyFromSource(tensor));
+    streams_.front()->EndExpert();
+    streams_.front()->EndTensor();
+    return absl::OkStatus();
+  }
+
+  absl::Status CopyFromSpans(int32_t number, const PartTensor& tensor) {
+    RankStream& stream = *streams_.front();
+    const TensorInfo info = run_.slices().checkpoint().tensors().at(tensor.source);
+    while (const SpanItem* item = NextItem(number, /*expert=*/0)) {
+      SP_ASSIGN_OR_RETURN(const SpanBytes span, run_.spans->MoveTo(number_, item->span));
+      for (int64_t at = item->begin; at < item->end;) {
+        SP_RETURN_IF_ERROR(run_.CheckStop());
+        const int64_t piece = std::min(kBlockBytes, item->end - at);
+        SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(piece));
+        std::copy_n(span.At(info.file, info.offset + at, piece), piece, out.data());
+        stream.CountNative(0, out.data(), piece, 1, piece);
+        SP_RETURN_IF_ERROR(stream.Advance(out.subspan(0, piece)));
+        at += piece;
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Read straight into the write buffer.
+  absl::Status CopyFromSource(const PartTensor& tensor) {
     RankStream& stream = *streams_.front();
     for (int64_t at = 0; at < tensor.size_bytes;) {
       SP_RETURN_IF_ERROR(run_.CheckStop());
@@ -524,15 +697,15 @@ class RegionThread {
       SP_RETURN_IF_ERROR(stream.Advance(bytes));
       at += piece;
     }
-    stream.EndExpert();
-    stream.EndTensor();
     return absl::OkStatus();
   }
 
   RegionRun& run_;
+  const int32_t number_;  // of the thread
   std::vector<std::unique_ptr<RankStream>> streams_;
   absl::Span<uint8_t> block_;
   int64_t next_shared_ = 0;
+  size_t next_item_ = 0;
 };
 
 // Hands out pieces of the lease's memory.
@@ -550,7 +723,7 @@ class Carver {
   absl::Span<uint8_t> left_;
 };
 
-// One part of every rank in `ranks`.
+// One part of every rank in `ranks`, which are a batch as of BatchesOf().
 absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
                          const std::vector<int32_t>& ranks, RegionProgress& progress) {
   const SlicePlan& slices = task.plan->slices;
@@ -571,15 +744,16 @@ absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
                 .files = SourceFiles(slices.checkpoint(), *task.source),
                 .shared = SharedBlocks(carver.Take(need.shared_block * slots), need.shared_block,
                                        slots, fit.threads)};
+  if (need.preferred_read > 0) run.ReadAhead(part, ranks, carver.Take(fit.read_ahead), fit.threads);
   std::vector<std::unique_ptr<RegionThread>> workers;
   for (int32_t t = 0; t < fit.threads; ++t) {
     std::vector<std::unique_ptr<RankStream>> streams;
     for (int32_t r = t; r < rank_count; r += fit.threads) {
       streams.push_back(
-          std::make_unique<RankStream>(task, progress, ranks[r], carver.Take(need.per_rank)));
+          std::make_unique<RankStream>(task, progress, ranks[r], r, carver.Take(need.per_rank)));
     }
     workers.push_back(
-        std::make_unique<RegionThread>(run, std::move(streams), carver.Take(need.per_thread)));
+        std::make_unique<RegionThread>(run, t, std::move(streams), carver.Take(need.per_thread)));
   }
   const auto work = [&](int32_t t) {
     const absl::Status status = workers[t]->Run(part);
@@ -592,24 +766,53 @@ absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
   return run.first_error();
 }
 
+// The ranks of a set in batches that walk one sequence of parts, tensors, slots and blocks: those
+// of one expert-parallel group, which share source rows and whose parts have equal sizes; where a
+// rank is a group, those of one shape, which share nothing.
+std::vector<std::vector<int32_t>> BatchesOf(const SlicePlan& slices, const Region& region,
+                                            const std::vector<int32_t>& ranks) {
+  if (region.kind == Region::Kind::kReplicated) return {ranks};
+  const bool by_group = slices.moe_tensor_parallel_size() > 1;
+  std::map<int32_t, std::vector<int32_t>> batches;
+  for (const int32_t rank : ranks) {
+    batches[by_group ? slices.GroupOf(rank) : slices.ShapeOf(rank)].push_back(rank);
+  }
+  std::vector<std::vector<int32_t>> list;
+  for (auto& [key, batch] : batches) list.push_back(std::move(batch));
+  return list;
+}
+
+absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& batch,
+                          RegionProgress& progress) {
+  const Region& region = task.plan->slices.regions()[task.region];
+  const std::vector<PartPlan>& parts = task.plan->slices.PartsOf(region, batch.front());
+  const int64_t last = static_cast<int64_t>(parts.size()) - 1;
+  const int at_once = task.destination->PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
+  for (int64_t p = 0; p <= last; ++p) {
+    std::vector<absl::StatusOr<bool>> recorded(batch.size());
+    ForEachAtOnce(static_cast<int64_t>(batch.size()), at_once, [&](int64_t r) {
+      recorded[r] = IsRecorded(*task.plan, {task.region, batch[r], &parts[p]}, *task.destination);
+    });
+    std::vector<int32_t> ranks;
+    for (size_t r = 0; r < batch.size(); ++r) {
+      SP_ASSIGN_OR_RETURN(const bool is_recorded, recorded[r]);
+      if (!is_recorded) {
+        ranks.push_back(batch[r]);
+      } else if (p == last && task.rank_done) {
+        task.rank_done(batch[r]);
+      }
+    }
+    if (!ranks.empty()) SP_RETURN_IF_ERROR(PreparePart(task, parts[p], ranks, progress));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
-  const Region& region = task.plan->slices.regions()[task.region];
-  const int64_t last = static_cast<int64_t>(region.parts.size()) - 1;
-  for (int64_t p = 0; p <= last; ++p) {
-    std::vector<int32_t> ranks;
-    for (const int32_t rank : task.ranks) {
-      SP_ASSIGN_OR_RETURN(
-          const bool recorded,
-          IsRecorded(*task.plan, {task.region, rank, &region.parts[p]}, *task.destination));
-      if (!recorded) {
-        ranks.push_back(rank);
-      } else if (p == last && task.rank_done) {
-        task.rank_done(rank);
-      }
-    }
-    if (!ranks.empty()) SP_RETURN_IF_ERROR(PreparePart(task, region.parts[p], ranks, progress));
+  const SlicePlan& slices = task.plan->slices;
+  for (const auto& batch : BatchesOf(slices, slices.regions()[task.region], task.ranks)) {
+    SP_RETURN_IF_ERROR(PrepareBatch(task, batch, progress));
   }
   return absl::OkStatus();
 }

@@ -34,12 +34,13 @@ struct RegionTask {
   ObjectStore* destination = nullptr;
   Shuffler* shuffler = nullptr;
   int32_t threads = 1;
-  // All buffers come from here; at least MemoryNeedOf(...).Total(ranks, 1). Fewer threads run when
-  // it does not suffice for all. Contents are undefined before and after.
+  // All buffers come from here; at least MemoryNeedOf(...).Total(ranks, 1), used as FitLease()
+  // says. Contents are undefined before and after.
   absl::Span<uint8_t> memory;
   // The fence: asked before each rename. ABORTED when the lease is over.
   CommitGate gate;
-  // Polled between blocks; true ends the work with CANCELLED, unfinished parts removed.
+  // Polled between blocks and while waiting for the source; true ends the work with CANCELLED,
+  // unfinished parts removed. A read that is under way is waited for.
   const std::atomic<bool>* stop = nullptr;
   // Called when all parts of a rank are recorded; from any of the threads.
   std::function<void(int32_t rank)> rank_done;
@@ -47,7 +48,7 @@ struct RegionTask {
 
 // Prepares every part of the region for every rank of the set and records each in the journal.
 // Each source byte that the set needs is read once. Parts that were finished before an error stay,
-// recorded.
+// recorded; one whose record cannot be written is removed.
 // Errors: DATA_LOSS when a source file is not what the plan saw, or a written part does not read
 // back; ABORTED when the gate refuses; CANCELLED when stopped; INVALID_ARGUMENT for too little
 // memory; else what a store or the device answers.

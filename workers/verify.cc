@@ -36,6 +36,7 @@
 #include "workers/block_plan.h"
 #include "workers/digest.h"
 #include "workers/object_names.h"
+#include "workers/proto_json.h"
 #include "workers/safetensors.h"
 
 namespace shardprep {
@@ -160,6 +161,7 @@ class Documents {
     }
     SP_RETURN_IF_ERROR(documents.CheckTensors());
     SP_RETURN_IF_ERROR(documents.CheckTotals());
+    SP_RETURN_IF_ERROR(documents.CheckExpertMaps(store));
     SP_RETURN_IF_ERROR(documents.CheckCopiedFiles(store));
     SP_RETURN_IF_ERROR(documents.CheckNoOtherFiles(store));
     return documents;
@@ -177,7 +179,8 @@ class Documents {
       report.bytes += file.record->size_bytes();
       report.tensors += file.record->tensors_size();
     }
-    for (const auto* small : {&manifest_.rank_manifests(), &manifest_.copied_files()}) {
+    for (const auto* small :
+         {&manifest_.rank_manifests(), &manifest_.expert_maps(), &manifest_.copied_files()}) {
       report.files += small->size();
       for (const v1::SmallFile& file : *small) report.bytes += file.size_bytes();
     }
@@ -227,19 +230,22 @@ class Documents {
   }
 
   // All ranks hold the same tensors: each routed layer's fused tensors, as the manifest describes
-  // them. No name occurs twice.
+  // them for the rank. No name occurs twice.
   absl::Status CheckTensors() const {
-    std::map<std::string, std::string> first;  // of rank 0: name -> sizes
+    std::map<std::string, std::string> first;  // of rank 0: name -> sizes, if all ranks are alike
+    SP_ASSIGN_OR_RETURN(const auto fused_of_rank, FusedOfRanks());
     for (const v1::RankManifest& rank : ranks_) {
       std::map<std::string, std::string> found;
       for (const v1::FileRecord& file : rank.files()) {
         for (const v1::TensorRecord& tensor : file.tensors()) {
-          if (!found.emplace(tensor.name(), SizesOf(tensor)).second) {
+          const bool alike = manifest_.rank_shapes().empty();
+          if (!found.emplace(tensor.name(), alike ? SizesOf(tensor) : "").second) {
             return absl::DataLossError(
                 absl::StrCat(file.key(), ": tensor ", tensor.name(), " occurs twice"));
           }
           if (rank.rank() == kReplicatedRank) continue;
-          const absl::Status status = CheckFused(tensor);
+          const absl::Status status =
+              CheckFused(*fused_of_rank[static_cast<size_t>(rank.rank())], tensor);
           if (!status.ok()) {
             return Prefixed(absl::StrCat(file.key(), ": tensor ", tensor.name()), status);
           }
@@ -267,8 +273,35 @@ class Documents {
     return absl::OkStatus();
   }
 
-  absl::Status CheckFused(const v1::TensorRecord& tensor) const {
-    for (const v1::FusedTensorSummary& fused : manifest_.fused_tensors()) {
+  using FusedTensors = google::protobuf::RepeatedPtrField<v1::FusedTensorSummary>;
+
+  // What the manifest says of each rank's fused tensors.
+  absl::StatusOr<std::vector<const FusedTensors*>> FusedOfRanks() const {
+    const auto world = static_cast<size_t>(manifest_.rank_count());
+    if (manifest_.rank_shapes().empty()) {
+      return std::vector<const FusedTensors*>(world, &manifest_.fused_tensors());
+    }
+    std::vector<const FusedTensors*> fused(world, nullptr);
+    for (const v1::RankShape& shape : manifest_.rank_shapes()) {
+      for (const int32_t rank : shape.ranks()) {
+        if (rank < 0 || rank >= manifest_.rank_count() ||
+            fused[static_cast<size_t>(rank)] != nullptr ||
+            shape.fused_tensors_size() != manifest_.fused_tensors_size()) {
+          return absl::DataLossError(
+              absl::StrCat("manifest.json: rank_shapes has rank ", rank, " twice or amiss"));
+        }
+        fused[static_cast<size_t>(rank)] = &shape.fused_tensors();
+      }
+    }
+    for (size_t rank = 0; rank < world; ++rank) {
+      if (fused[rank] != nullptr) continue;
+      return absl::DataLossError(absl::StrCat("manifest.json: rank_shapes has no rank ", rank));
+    }
+    return fused;
+  }
+
+  absl::Status CheckFused(const FusedTensors& fused_tensors, const v1::TensorRecord& tensor) const {
+    for (const v1::FusedTensorSummary& fused : fused_tensors) {
       if (!absl::EndsWith(tensor.name(), absl::StrCat(".", fused.role()))) continue;
       v1::TensorRecord want;
       want.set_dtype(fused.dtype());
@@ -311,11 +344,45 @@ class Documents {
       return absl::DataLossError(absl::StrCat("manifest.json: ", name, " is ", values.second,
                                               ", the rank manifests come to ", values.first));
     }
-    const std::string content_id =
-        ContentId(ranks_, manifest_.rank_manifests(), manifest_.copied_files());
+    const std::string content_id = ContentId(ranks_, manifest_);
     if (content_id != manifest_.content_id()) {
       return absl::DataLossError(absl::StrCat("manifest.json: content_id is ",
                                               manifest_.content_id(), ", want ", content_id));
+    }
+    return absl::OkStatus();
+  }
+
+  // One for each rank under expert parallelism, each saying what the others say of all slots.
+  absl::Status CheckExpertMaps(ObjectStore& store) const {
+    if (manifest_.expert_maps().empty()) return absl::OkStatus();
+    if (manifest_.expert_maps_size() != manifest_.rank_count()) {
+      return absl::DataLossError(absl::StrCat("manifest.json: ", manifest_.expert_maps_size(),
+                                              " expert maps for ", manifest_.rank_count(),
+                                              " ranks"));
+    }
+    for (int32_t rank = 0; rank < manifest_.rank_count(); ++rank) {
+      const v1::SmallFile& file = manifest_.expert_maps(rank);
+      const std::string want = ObjectKey(ExpertMap{.rank = rank});
+      if (file.key() != want) {
+        return absl::DataLossError(
+            absl::StrCat("manifest.json: expert map ", rank, " is ", file.key(), ", want ", want));
+      }
+      const auto bytes = store.Get(file.key(), std::max<int64_t>(file.size_bytes(), 1));
+      if (absl::IsNotFound(bytes.status())) {
+        return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
+      }
+      if (!bytes.ok() && !absl::IsResourceExhausted(bytes.status())) return bytes.status();
+      if (!bytes.ok() || Sha256Hex(*bytes) != file.sha256()) {
+        return absl::DataLossError(
+            absl::StrCat(file.key(), ": is not as manifest.json describes it"));
+      }
+      v1::ExpertMap map;
+      SP_RETURN_IF_ERROR(ParseStoredJson(*bytes, file.key(), kFormatVersion, map));
+      if (!map.has_rank() || map.rank() != rank ||
+          map.layout_fingerprint() != manifest_.layout_fingerprint()) {
+        return absl::DataLossError(absl::StrCat(file.key(), ": is of rank ", map.rank(),
+                                                " and fingerprint ", map.layout_fingerprint()));
+      }
     }
     return absl::OkStatus();
   }
@@ -349,6 +416,7 @@ class Documents {
   absl::Status CheckNoOtherFiles(ObjectStore& store) const {
     std::set<std::string> known = {ObjectKey(ManifestName{})};
     for (const v1::SmallFile& file : manifest_.rank_manifests()) known.insert(file.key());
+    for (const v1::SmallFile& file : manifest_.expert_maps()) known.insert(file.key());
     for (const DataFile& file : files_) known.insert(file.record->key());
     SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, store.List(""));
     for (const ObjectEntry& entry : entries) {
@@ -391,6 +459,7 @@ class SourceSide {
     spec.set_alignment_policy_json(options.alignment_policy_json);
     PlanOptions plan_options;
     plan_options.allowed_source_roots = options.allowed_source_roots;
+    plan_options.s3 = options.s3;
     auto side = std::make_unique<SourceSide>();
     side->store_ = options.source;
     SP_ASSIGN_OR_RETURN(side->plan_, PlanJob(spec, plan_options));
@@ -400,6 +469,7 @@ class SourceSide {
           DescribeInputs(side->plan_->fingerprint_inputs, manifest.fingerprint_inputs())));
     }
     SP_RETURN_IF_ERROR(side->CheckFiles(documents));
+    SP_RETURN_IF_ERROR(side->CheckCopies(documents.manifest()));
     return side;
   }
 
@@ -462,6 +532,29 @@ class SourceSide {
     return absl::OkStatus();
   }
 
+  // The copied files, whose bytes are as the manifest says, are the source's and all of them.
+  absl::Status CheckCopies(const v1::Manifest& manifest) const {
+    std::map<std::string, std::string> copies;  // name -> SHA-256
+    for (const v1::SmallFile& file : manifest.copied_files()) copies[file.key()] = file.sha256();
+    for (const SmallFile& file : slices().checkpoint().small_files()) {
+      const auto copy = copies.find(file.name);
+      if (copy == copies.end()) {
+        return absl::DataLossError(
+            absl::StrCat(file.name, ": is in the source, but not in the artefact"));
+      }
+      SP_ASSIGN_OR_RETURN(const std::string bytes,
+                          store_->Get(file.name, std::max<int64_t>(file.info.size_bytes, 1)));
+      if (Sha256Hex(bytes) != copy->second) {
+        return absl::DataLossError(absl::StrCat(file.name, ": SHA-256 ", copy->second,
+                                                ", the source's file has ", Sha256Hex(bytes)));
+      }
+      copies.erase(copy);
+    }
+    if (copies.empty()) return absl::OkStatus();
+    return absl::DataLossError(
+        absl::StrCat(copies.begin()->first, ": is in the artefact, but not in the source"));
+  }
+
   ObjectStore* store_ = nullptr;
   std::shared_ptr<const JobPlan> plan_;
   std::map<std::string, PlannedPart> parts_;  // by key
@@ -482,21 +575,24 @@ class SliceRows {
   // The native bytes of the slice's row `row`, valid until the next call.
   absl::StatusOr<const uint8_t*> Row(SourceSide& source, int64_t row) {
     if (row < begin_ || row >= end_) {
-      const int64_t rows = std::max<int64_t>(1, kSourceWindowBytes / slice_.source_row_bytes);
+      const int64_t rows = std::max<int64_t>(1, kSourceWindowBytes / stride());
       begin_ = row;
       end_ = std::min(row + rows, slice_.rows);
-      buffer_.resize((end_ - begin_ - 1) * slice_.source_row_bytes + slice_.col_bytes);
-      const int64_t at = (slice_.row_begin + begin_) * slice_.source_row_bytes + slice_.col_begin;
+      buffer_.resize((end_ - begin_ - 1) * stride() + slice_.col_bytes);
+      const int64_t at =
+          slice_.row_begin * slice_.source_row_bytes + begin_ * stride() + slice_.col_begin;
       absl::Status status = source.Read(slice_.tensor, at, absl::MakeSpan(buffer_));
       if (!status.ok()) {
         end_ = begin_;
         return status;
       }
     }
-    return buffer_.data() + (row - begin_) * slice_.source_row_bytes;
+    return buffer_.data() + (row - begin_) * stride();
   }
 
  private:
+  int64_t stride() const { return slice_.row_step * slice_.source_row_bytes; }
+
   Slice slice_;
   int64_t begin_ = 0;  // rows in the buffer
   int64_t end_ = 0;
@@ -530,7 +626,7 @@ absl::StatusOr<BufferNeed> NeedOf(const std::vector<DataFile>& files, const Sour
   if (source != nullptr) {
     need.source_bytes = kReadBytes;
     for (const FusedTensor& fused : source->slices().fused_tensors()) {
-      const int64_t row = fused.job.native_cols * source->slices().rank_count();
+      const int64_t row = fused.source_row_bytes * fused.row_step;
       need.source_bytes =
           std::max(need.source_bytes, fused.halves * std::max(kSourceWindowBytes, row));
     }
@@ -840,9 +936,10 @@ class FileChecker {
   void StartExpert(int index, int64_t expert) {
     const PlannedPart& planned = run_.source->PartOf(file_->record->key());
     const SlicePlan& plan = run_.source->slices();
-    const std::vector<Slice> slices = plan.SlicesOf(
-        plan.regions()[planned.region], plan.fused_tensors()[planned.part->tensors[index].source],
-        planned.rank, expert);
+    const std::vector<Slice> slices =
+        plan.SlicesOf(plan.regions()[planned.region],
+                      plan.FusedTensorsOf(planned.rank)[planned.part->tensors[index].source],
+                      planned.rank, expert);
     slices_.resize(slices.size());
     for (size_t s = 0; s < slices.size(); ++s) slices_[s].Start(slices[s]);
   }

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -12,13 +13,17 @@
 
 namespace shardprep {
 
+class S3Connection;
+
 struct VerifyOptions {
   // The checkpoint that the artefact was made from. When set, the plan is made again from it, and
-  // every byte of the artefact is compared with the source byte that belongs there.
+  // every byte of the artefact, those of copied files included, is compared with the source byte
+  // that belongs there.
   ObjectStore* source = nullptr;
   // Used with `source` only: where its symbolic links may lead, as for a job, and the replaced
   // alignment policy that the job was given, if it was given one.
   std::vector<std::string> allowed_source_roots;
+  std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
   std::string alignment_policy_json;
 
   int threads = 1;

@@ -13,6 +13,7 @@
 #include "workers/grpc_status.h"
 #include "workers/log.h"
 #include "workers/metered_store.h"
+#include "workers/object_store.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
 #include "workers/region_prep.h"
@@ -241,7 +242,8 @@ void Worker::WorkOn(HeldLease& held) {
       held.state = v1::LeaseReport::STATE_RETURNED;
     } else {
       held.state = v1::LeaseReport::STATE_FAILED;
-      held.error = status;
+      // Said apart from other lacks, because trying again does not help against it.
+      held.error = IsNoSpace(status) ? WithReason(status, "NO_SPACE") : status;
       if (metrics_ != nullptr) metrics_->RankFailed(status.code(), held.lease.rank_tasks_size());
     }
     wake_ = true;
@@ -271,11 +273,13 @@ absl::Status Worker::Prepare(HeldLease& held) {
     }
     task.ranks.push_back(rank_task.rank());
   }
-  SP_ASSIGN_OR_RETURN(const auto source,
-                      OpenStore(plan->spec.source_uri(),
-                                {.create = false, .allowed_roots = options_.allowed_source_roots}));
-  SP_ASSIGN_OR_RETURN(const auto destination, OpenStore(plan->target().destination_uri(),
-                                                        {.create = true, .allowed_roots = {}}));
+  SP_ASSIGN_OR_RETURN(const auto source, OpenStore(plan->spec.source_uri(),
+                                                   {.create = false,
+                                                    .allowed_roots = options_.allowed_source_roots,
+                                                    .s3 = options_.s3}));
+  SP_ASSIGN_OR_RETURN(const auto destination,
+                      OpenStore(plan->target().destination_uri(),
+                                {.create = true, .allowed_roots = {}, .s3 = options_.s3}));
   MeteredStore metered_source(source.get(), metrics_),
       metered_destination(destination.get(), metrics_);
   task.plan = plan.get();
@@ -314,10 +318,11 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> Worker::PlanFor(const v1::Lease& 
     return plan_;
   }
   plan_.reset();
-  SP_ASSIGN_OR_RETURN(
-      plan_, PlanJob(lease.spec(), {.memory_budget_bytes = options_.memory_budget_bytes,
-                                    .thread_count = options_.threads,
-                                    .allowed_source_roots = options_.allowed_source_roots}));
+  SP_ASSIGN_OR_RETURN(plan_,
+                      PlanJob(lease.spec(), {.memory_budget_bytes = options_.memory_budget_bytes,
+                                             .thread_count = options_.threads,
+                                             .allowed_source_roots = options_.allowed_source_roots,
+                                             .s3 = options_.s3}));
   if (plan_->source_token != lease.source_token()) {
     return absl::FailedPreconditionError(absl::StrCat(
         plan_->spec.source_uri(), ": changed since the job was planned: its files are ",
@@ -335,7 +340,7 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> Worker::PlanFor(const v1::Lease& 
 // more than copying it.
 absl::Span<uint8_t> Worker::MemoryFor(const JobPlan& plan, int32_t ranks) {
   const int64_t want = std::min(options_.memory_budget_bytes,
-                                plan.memory.Total(ranks, std::min(ranks, options_.threads)));
+                                plan.memory.Most(ranks, std::min(ranks, options_.threads)));
   if (memory_bytes_ < want) {
     memory_.reset();
     const size_t size = (static_cast<size_t>(want) + kPageBytes - 1) / kPageBytes * kPageBytes;

@@ -23,6 +23,7 @@
 
 namespace shardprep {
 
+class S3Connection;
 class Shuffler;
 class WorkerMetrics;
 
@@ -47,6 +48,7 @@ struct WorkerOptions {
   int64_t memory_budget_bytes = int64_t{512} << 20;
   int32_t threads = 1;
   std::vector<std::string> allowed_source_roots;
+  std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
 };
 
 class Worker {

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -22,6 +24,8 @@
 #include "workers/grpc_channel.h"
 #include "workers/log.h"
 #include "workers/metrics_http.h"
+#include "workers/s3/s3_client.h"
+#include "workers/s3/s3_options.h"
 #include "workers/version.h"
 #include "workers/worker.h"
 #include "workers/worker_link.h"
@@ -40,6 +44,18 @@ ABSL_FLAG(bool, exit_with_stdin, false,
           "End when standard input is closed, so that the worker does not outlive its parent.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
           "Directories that symbolic links inside a source may lead into.");
+ABSL_FLAG(
+    std::string, s3_endpoint, "",
+    "S3 endpoint, http(s)://host[:port]. Default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else "
+    "that of AWS.");
+ABSL_FLAG(std::string, s3_region, "", "S3 region. Default: AWS_REGION, AWS_DEFAULT_REGION.");
+ABSL_FLAG(std::string, s3_addressing, "",
+          "Where the bucket stands in S3 requests: path or virtual (in the host name).");
+ABSL_FLAG(std::string, s3_ca_bundle, "",
+          "PEM certificates that sign the S3 endpoint's. Default: AWS_CA_BUNDLE, the system's.");
+ABSL_FLAG(
+    std::string, s3_payload, "",
+    "signed (default) or unsigned: hash payloads before they are sent. Unsigned over TLS only.");
 ABSL_FLAG(std::string, tls_cert, "", "PEM certificate of this worker.");
 ABSL_FLAG(std::string, tls_key, "", "PEM key of this worker.");
 ABSL_FLAG(std::string, tls_ca, "", "PEM certificates of the authority that the controller uses.");
@@ -109,6 +125,28 @@ std::string DefaultWorkerId() {
   return std::string(host) + "-" + std::to_string(getpid());
 }
 
+S3Flags S3FlagsGiven() {
+  return {.endpoint = absl::GetFlag(FLAGS_s3_endpoint),
+          .region = absl::GetFlag(FLAGS_s3_region),
+          .addressing = absl::GetFlag(FLAGS_s3_addressing),
+          .ca_bundle = absl::GetFlag(FLAGS_s3_ca_bundle),
+          .payload = absl::GetFlag(FLAGS_s3_payload)};
+}
+
+std::optional<std::string> Environment(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
+}
+
+// A worker of directories goes on without S3; a job that needs it is then told so.
+std::shared_ptr<S3Connection> S3FromFlags() {
+  const auto options = MakeS3Options(S3FlagsGiven(), Environment);
+  auto connection = options.ok() ? ConnectS3(*options) : options.status();
+  if (connection.ok()) return *std::move(connection);
+  Log(LogLevel::kWarning, "worker", "S3 cannot be used", {{"status", connection.status()}});
+  return nullptr;
+}
+
 int Main() {
   Ending::BlockSignals();
   const auto log_level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
@@ -132,6 +170,7 @@ int Main() {
   options.threads = absl::GetFlag(FLAGS_threads);
   if (options.threads <= 0) options.threads = static_cast<int>(std::thread::hardware_concurrency());
   options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
+  options.s3 = S3FromFlags();
 
   const ConnectionSecurity security{.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),
                                             .key = absl::GetFlag(FLAGS_tls_key),

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import re
-import select
 import shutil
 import signal
 import struct

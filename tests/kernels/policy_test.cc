@@ -67,6 +67,10 @@ TEST(AlignmentPolicy, EveryRowAnswersForItsBackends) {
       {"BATCHED_MARLIN", "SILU", "sm_90", "marlin/128-256", 128, 256},
       {"B12X_MXFP4_BF16", "SILU", "sm_120", "b12x/1", 1, 1},
       {"B12X_MXFP4_MXFP8", "SWIGLUOAI", "sm_120", "b12x/1", 1, 1},
+      {"AITER_FP8_BLOCK", "SILU", "gfx950", "fp8-block/128", 128, 1},
+      {"TRITON_FP8_BLOCK", "SILU", "sm_90", "fp8-block/128", 128, 1},
+      {"AITER_BF16", "SILU", "gfx942", "bf16/1", 1, 1},
+      {"TRITON_BF16", "SILU", "gfx950", "bf16/1", 1, 1},
   };
   for (const Case& one : cases) {
     SCOPED_TRACE(absl::StrCat(one.backend, " ", one.activation, " ", one.architecture));
@@ -201,6 +205,10 @@ TEST(AlignmentPolicy, ProfilesAreThoseThatTheBackendReads) {
       {"AITER_MXFP4_FP8", "SILU", "gfx950", {}},
       {"TRITON_UNFUSED", "SILU", "gfx950", {}},
       {"MARLIN", "SILU", "sm_90", {}},
+      {"AITER_FP8_BLOCK", "SILU", "gfx950", {kSep}},
+      {"AITER_FP8_BLOCK", "SILU", "gfx942", {}},
+      {"AITER_BF16", "SILU", "gfx942", {kSep}},
+      {"TRITON_BF16", "SILU", "gfx950", {}},
   };
   for (const Case& one : cases) {
     for (const LayoutProfile& profile : AllProfiles()) {
@@ -251,10 +259,52 @@ TEST(AlignmentPolicy, MinimumAiterReleaseFollowsProfileAndWidth) {
 TEST(AlignmentPolicy, TheLargestOfSeveralMinimumsCounts) {
   AlignmentPolicy policy;
   for (const char* version : {"0.1.9", "0.1.16", "0.1.16.0", "0.1"}) {
-    policy.aiter_minimums.push_back({ProfileId::kLogical, WidthKind::kPadded, 1, version, "test"});
+    policy.aiter_minimums.push_back(
+        {ProfileId::kLogical, {"*"}, WidthKind::kPadded, 1, version, "test"});
   }
   EXPECT_EQ(policy.MinimumAiterVersion(ProfileId::kLogical, NativeExtent(1), PaddedExtent(1)),
             "0.1.16");
+}
+
+TEST(AlignmentPolicy, MinimumsOfFp4KernelsDoNotBindOthers) {
+  for (const char* weights : {"fp8-block", "bf16"}) {
+    EXPECT_EQ(Policy().MinimumAiterVersion(ProfileId::kAiterSeparated, NativeExtent(384),
+                                           PaddedExtent(384), weights),
+              "");
+  }
+}
+
+TEST(AlignmentPolicy, ABackendReadsOneFormatOfWeights) {
+  for (const std::string& backend : Policy().backends) {
+    int formats = 0;
+    for (const char* weights : {"mxfp4", "fp8-block", "bf16"}) {
+      const absl::Status status = Policy().CheckWeights(backend, weights);
+      formats += status.ok() ? 1 : 0;
+      if (status.ok()) continue;
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    }
+    EXPECT_EQ(formats, 1) << backend;
+  }
+  const absl::Status status = Policy().CheckWeights("AITER_MXFP4_BF16", "bf16");
+  EXPECT_THAT(std::string(status.message()), HasSubstr("AITER_MXFP4_BF16"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("AITER_BF16, TRITON_BF16"));
+  EXPECT_FALSE(Policy().CheckWeights("AITER_MXFP4_BF16", "nvfp4").ok());
+}
+
+TEST(AlignmentPolicy, AutoChoosesAmongBackendsThatReadTheWeights) {
+  const struct {
+    const char* architecture;
+    const char* weights;
+    const char* backend;
+  } kCases[] = {
+      {"gfx950", "mxfp4", "AITER_MXFP4_BF16"},    {"gfx942", "mxfp4", "TRITON_UNFUSED"},
+      {"gfx950", "fp8-block", "AITER_FP8_BLOCK"}, {"gfx942", "bf16", "AITER_BF16"},
+      {"gfx1250", "bf16", "TRITON_BF16"},         {"sm_90", "fp8-block", "TRITON_FP8_BLOCK"}};
+  for (const auto& c : kCases) {
+    const BackendChoice choice = Policy().ResolveBackend("AUTO", c.architecture, c.weights).value();
+    EXPECT_EQ(choice.backend, c.backend) << c.architecture << " " << c.weights;
+    EXPECT_TRUE(Policy().CheckWeights(choice.backend, c.weights).ok());
+  }
 }
 
 TEST(AlignmentPolicy, AutoNamesABackendAndWhy) {
@@ -282,9 +332,9 @@ TEST(PolicyFile, DigestIsOfWhatTheTableSays) {
       ParseAlignmentPolicy(absl::StrReplaceAll(kDefaultAlignmentPolicy, {{"\n", "\n  "}})).value();
   EXPECT_EQ(spaced.sha256_hex, plain.sha256_hex);
   const PolicyFile changed =
-      ParseAlignmentPolicy(Edited("\"version\": 1", "\"version\": 2")).value();
+      ParseAlignmentPolicy(Edited("\"version\": 2", "\"version\": 3")).value();
   EXPECT_NE(changed.sha256_hex, plain.sha256_hex);
-  EXPECT_EQ(changed.policy.version, 2);
+  EXPECT_EQ(changed.policy.version, 3);
 }
 
 TEST(PolicyFile, NoRowNamesAModel) {
@@ -305,9 +355,9 @@ TEST(PolicyFile, EveryMistakeIsRefusedByRowAndKey) {
       {"\"format\": 1", "\"format\": 2", {"root.format", "found 2, want 1"}},
       {"\"format\": 1,", "", {"root.format", "missing"}},
       {"\"format\": 1", "\"format\": 1, \"extra\": 1", {"root.extra", "unknown key"}},
-      {"\"version\": 1", "\"version\": \"1\"", {"root.version", "integer"}},
-      {"\"version\": 1", "\"version\": 1, \"version\": 1", {"version", "twice"}},
-      {"\"version\": 1", "\"version\": 18446744073709551615", {"root.version", "integer"}},
+      {"\"version\": 2", "\"version\": \"2\"", {"root.version", "integer"}},
+      {"\"version\": 2", "\"version\": 2, \"version\": 2", {"version", "twice"}},
+      {"\"version\": 2", "\"version\": 18446744073709551615", {"root.version", "integer"}},
       {"\"activations\": [\"SILU\"",
        "\"activations\": [\"SILU\", \"SILU\"",
        {"root.activations", "'SILU' appears twice"}},
@@ -338,7 +388,7 @@ TEST(PolicyFile, EveryMistakeIsRefusedByRowAndKey) {
       {"\"padded_multiple_of\": 256",
        "\"padded_multiple_of\": 0",
        {"constraints[ck-tile-stage-2/256].padded_multiple_of"}},
-      {"\"profile\": \"logical\"", "\"profile\": \"plain\"", {"profiles[4].profile", "'plain'"}},
+      {"\"profile\": \"logical\"", "\"profile\": \"plain\"", {"profiles[6].profile", "'plain'"}},
       {"\"width\": \"native\"", "\"width\": \"wide\"", {"aiter_minimums[0].width", "'wide'"}},
       {"\"version\": \"0.1.16\"",
        "\"version\": \"0.1.16rc1\"",
@@ -346,7 +396,7 @@ TEST(PolicyFile, EveryMistakeIsRefusedByRowAndKey) {
       {"\"version\": \"0.1.16\"", "\"version\": \"0..16\"", {"aiter_minimums[0].version"}},
       {"\"backend\": \"TRITON_UNFUSED\"",
        "\"backend\": \"TRITON_FUSED\"",
-       {"auto_backends[1].backend", "'TRITON_FUSED'"}},
+       {"auto_backends[5].backend", "'TRITON_FUSED'"}},
       {"\"auto_backends\"", "\"auto_backend\"", {"auto_backend", "unknown key"}},
       {"\"rows\": [", "\"rows\": [7, ", {"rows[0]", "want an object"}},
   };
@@ -370,7 +420,7 @@ TEST(PolicyFile, TheLastRowMustMatchEverything) {
   EXPECT_EQ(rows.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(rows.message()), HasSubstr("rows[generic/64-1]"));
 
-  const size_t last_auto = text.find("\"architectures\": [\"*\"]", text.find("\"auto_backends\""));
+  const size_t last_auto = text.rfind("\"architectures\": [\"*\"]");
   const std::string no_auto =
       std::string(text).replace(last_auto, 22, "\"architectures\": [\"gfx942\"]");
   const absl::Status choice = ParseAlignmentPolicy(no_auto).status();
@@ -393,7 +443,7 @@ TEST(PolicyFile, AFileReplacesTheTable) {
       std::filesystem::path(testing::TempDir()) / absl::StrCat("policy_test.", getpid());
   std::filesystem::create_directories(folder);
   const std::string path = (folder / "policy.json").string();
-  std::ofstream(path) << Edited("\"version\": 1", "\"version\": 7");
+  std::ofstream(path) << Edited("\"version\": 2", "\"version\": 7");
   EXPECT_EQ(ReadAlignmentPolicy(path).value().policy.version, 7);
 
   std::ofstream(path) << Edited("\"format\": 1", "\"format\": 9");

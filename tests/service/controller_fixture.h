@@ -79,10 +79,12 @@ class ControllerFixture : public testing::Test {
     return options;
   }
 
+  virtual JobStore* Store() { return &store_; }
+
   void StartController(const ControllerOptions& options) {
     controller_.reset();
     absl::StatusOr<std::unique_ptr<Controller>> controller =
-        Controller::Start(options, &clock_, &backend_, &store_, &metrics_,
+        Controller::Start(options, &clock_, &backend_, Store(), &metrics_,
                           [this] { return absl::StrCat("id-", ++last_id_); });
     ASSERT_TRUE(controller.ok()) << controller.status();
     controller_ = *std::move(controller);
@@ -99,6 +101,10 @@ class ControllerFixture : public testing::Test {
     v1::CreatePrepJobRequest request;
     request.set_prep_job_id(id);
     *request.mutable_spec() = spec;
+    return Create(request);
+  }
+
+  absl::StatusOr<v1::PrepJob> Create(const v1::CreatePrepJobRequest& request) {
     auto answer = std::make_shared<Answer<v1::PrepJob>>();
     controller_->Create(
         request, [] { return false; },

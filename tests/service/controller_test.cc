@@ -111,6 +111,7 @@ TEST_F(ControllerTest, WhatIsRefusedIsRefusedBeforeAnythingIsWritten) {
 
 TEST_F(ControllerTest, TakenDestinationIsRefusedBeforeItIsProbed) {
   ASSERT_TRUE(Create("a", Spec("/models/a", "/out")).ok());
+  AwaitState("a", v1::PrepJob::STATE_RUNNING);
   const int probes = backend_.calls().room_checks;
   const absl::Status refused = Create("b", Spec("/models/b", "/out")).status();
   EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);

@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "service/client.h"
 #include "service/controller_host.h"
 #include "service/prep_backend.h"
@@ -141,6 +143,111 @@ TEST(ControllerHost, NumbersAreChecked) {
   refuse("allowed", [](auto& o) { o.allow_source = {"relative/path"}; });
 }
 
+// Creates a job and follows it to its end.
+absl::StatusOr<v1::PrepJob> RunJob(PrepClient& client, const std::string& id,
+                                   const v1::PrepJobSpec& spec) {
+  v1::CreatePrepJobRequest request;
+  request.set_prep_job_id(id);
+  *request.mutable_spec() = spec;
+  absl::StatusOr<v1::PrepJob> job = client.Create(request);
+  if (!job.ok()) return job;
+  absl::Status watched = client.Watch(id, [&](const v1::PrepJob& state) {
+    job = state;
+    return true;
+  });
+  if (!watched.ok()) return watched;
+  return job;
+}
+
+class StateDirectoryTest : public testing::Test {
+ protected:
+  ControllerHostOptions Options(const std::string& socket) {
+    ControllerHostOptions options;
+    options.listen = {"unix:" + (dir_ / socket)};
+    options.state_directory = dir_ / "state";
+    options.lease_duration = absl::Seconds(20);
+    options.local_workers = 1;
+    options.device = "cpu";
+    options.worker_program = SHARDPREP_WORKER;
+    return options;
+  }
+
+  TempDir dir_;
+};
+
+TEST_F(StateDirectoryTest, SecondControllerOnItIsRefusedAndTheFirstGoesOn) {
+  ASSERT_EQ(WriteTestCheckpoint(dir_ / "model", {}), absl::OkStatus());
+  const auto first = ControllerHost::Start(Options("one"));
+  ASSERT_TRUE(first.ok()) << first.status();
+  const absl::Status second = ControllerHost::Start(Options("two")).status();
+  EXPECT_EQ(second.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(second.message()), HasSubstr(dir_ / "state"));
+  const auto client = *PrepClient::Make((*first)->addresses()[0]);
+  const auto job = RunJob(*client, "a", Spec(dir_ / "model", dir_ / "out"));
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->state(), v1::PrepJob::STATE_SUCCEEDED) << job->error().message();
+}
+
+TEST_F(StateDirectoryTest, JobsAreKnownToTheNextControllerThere) {
+  ASSERT_EQ(WriteTestCheckpoint(dir_ / "model", {}), absl::OkStatus());
+  v1::PrepJob before;
+  {
+    const auto host = ControllerHost::Start(Options("one"));
+    ASSERT_TRUE(host.ok()) << host.status();
+    const auto client = *PrepClient::Make((*host)->addresses()[0]);
+    const auto job = RunJob(*client, "a", Spec(dir_ / "model", dir_ / "out"));
+    ASSERT_TRUE(job.ok()) << job.status();
+    before = *job;
+    (*host)->Drain(absl::Seconds(20));
+  }
+  const auto host = ControllerHost::Start(Options("one"));
+  ASSERT_TRUE(host.ok()) << host.status();
+  const auto client = *PrepClient::Make((*host)->addresses()[0]);
+  const absl::StatusOr<v1::PrepJob> after = client->Get("a");
+  ASSERT_TRUE(after.ok()) << after.status();
+  EXPECT_EQ(after->state(), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_EQ(after->manifest().sha256(), before.manifest().sha256());
+  EXPECT_EQ(after->end_time().seconds(), before.end_time().seconds());
+  EXPECT_EQ(RunJob(*client, "a", Spec(dir_ / "model", dir_ / "out"))->end_time().seconds(),
+            before.end_time().seconds());
+}
+
+TEST_F(StateDirectoryTest, CancelStopsAWorkerThatIsAtIt) {
+  // Sparse: hours of work for a test, of which it does a second's.
+  CheckpointSpec large;
+  large.hidden = large.intermediate = 4096;
+  large.experts = 32;
+  large.layers = 4;
+  large.sparse = true;
+  ASSERT_EQ(WriteTestCheckpoint(dir_ / "model", large), absl::OkStatus());
+  const auto host = ControllerHost::Start(Options("one"));
+  ASSERT_TRUE(host.ok()) << host.status();
+  const auto client = *PrepClient::Make((*host)->addresses()[0]);
+  v1::CreatePrepJobRequest request;
+  request.set_prep_job_id("a");
+  *request.mutable_spec() = Spec(dir_ / "model", dir_ / "out");
+  ASSERT_TRUE(client->Create(request).ok());
+  absl::Time cancelled = absl::InfiniteFuture();
+  v1::PrepJob last;
+  const absl::Status watched = client->Watch("a", [&](const v1::PrepJob& job) {
+    last = job;
+    if (job.progress().bytes_written() > 0 && cancelled == absl::InfiniteFuture()) {
+      cancelled = absl::Now();
+      EXPECT_TRUE(client->Cancel("a").ok());
+      EXPECT_LT(absl::Now() - cancelled, absl::Seconds(1)) << "it answers at once";
+    }
+    return true;
+  });
+  EXPECT_EQ(watched, absl::OkStatus());
+  EXPECT_EQ(last.state(), v1::PrepJob::STATE_CANCELLED) << last.error().message();
+  const absl::Duration took = absl::Now() - cancelled;
+  RecordProperty("cancel_ms", static_cast<int>(absl::ToInt64Milliseconds(took)));
+  // The worker hears within half a second and looks between blocks. The rest is for machines that
+  // are busy with other tests.
+  EXPECT_LT(took, absl::Seconds(10));
+  EXPECT_FALSE(std::filesystem::exists(dir_ / "out/_shardprep"));
+}
+
 class PrivateControllerTest : public testing::Test {
  protected:
   void SetUp() override {
@@ -153,17 +260,7 @@ class PrivateControllerTest : public testing::Test {
   }
 
   absl::StatusOr<v1::PrepJob> Run(const std::string& id, const v1::PrepJobSpec& spec) {
-    v1::CreatePrepJobRequest request;
-    request.set_prep_job_id(id);
-    *request.mutable_spec() = spec;
-    absl::StatusOr<v1::PrepJob> job = client_->Create(request);
-    if (!job.ok()) return job;
-    absl::Status watched = client_->Watch(id, [&](const v1::PrepJob& state) {
-      job = state;
-      return true;
-    });
-    if (!watched.ok()) return watched;
-    return job;
+    return RunJob(*client_, id, spec);
   }
 
   TempDir dir_;

@@ -60,6 +60,16 @@ class JobQueueTest : public testing::Test {
     return job;
   }
 
+  // As the store has it of a controller that is gone.
+  static NewJob Restored(const std::string& id, int64_t sequence, absl::Duration lease_span) {
+    NewJob job = Spec(id);
+    job.sequence = sequence;
+    job.lease_span = lease_span;
+    job.job.set_state(lease_span > absl::ZeroDuration() ? v1::PrepJob::STATE_RUNNING
+                                                        : v1::PrepJob::STATE_PENDING);
+    return job;
+  }
+
   // `regions` regions of ranks [0, ranks), 100 bytes a rank.
   static StartedJob Plan(const std::string& fingerprint, int regions, int ranks) {
     StartedJob started;
@@ -427,6 +437,38 @@ TEST_F(JobQueueTest, PoisonedJobDoesNotBlockTheNext) {
   EXPECT_EQ(next[0].prep_job_id(), "good");
 }
 
+TEST_F(JobQueueTest, JobWithAFailureGoesBehindThoseThatRunAndNotBehindLaterOnes) {
+  AddAndStart("bad", 3, 1);
+  AddAndStart("good", 3, 1);
+  const v1::Lease first = Take("w1");
+  EXPECT_EQ(first.prep_job_id(), "bad");
+  const auto next =
+      Say("w1", first.lease_id(), v1::LeaseReport::STATE_FAILED, absl::UnavailableError("503"));
+  ASSERT_EQ(next.size(), 1U);
+  // Although other regions of the first job could be leased at once.
+  EXPECT_EQ(next[0].prep_job_id(), "good");
+  AddAndStart("late", 3, 1);
+  EXPECT_EQ(Take("w2").prep_job_id(), "good");
+  EXPECT_EQ(Take("w3").prep_job_id(), "good");
+  EXPECT_EQ(Take("w4").prep_job_id(), "bad");
+  EXPECT_EQ(Take("w5").prep_job_id(), "bad");
+  EXPECT_EQ(Take("w6").prep_job_id(), "late");
+}
+
+TEST_F(JobQueueTest, FullDiskFailsTheJobAtOnceAndKeepsWhatIsDone) {
+  AddAndStart("a", 2, 1);
+  const v1::Lease done = Take("w");
+  const std::vector<v1::Lease> next = Done("w", done.lease_id());
+  ASSERT_EQ(next.size(), 1U);
+  Say("w", next[0].lease_id(), v1::LeaseReport::STATE_FAILED,
+      WithReason(absl::ResourceExhaustedError("/out/a: write: No space left on device"),
+                 "NO_SPACE"));
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(ReasonOf(FromRpcStatus(Job("a").error())).reason, "NO_SPACE");
+  EXPECT_FALSE(queue_->NextStep().has_value()) << "nothing is removed";
+}
+
 TEST_F(JobQueueTest, JobsAreLeasedInOrderOfCreation) {
   AddAndStart("first", 2, 1);
   AddAndStart("second", 1, 1);
@@ -627,6 +669,114 @@ TEST_F(JobQueueTest, ZombieOfACancelledJobCannotReachTheNextJobThere) {
   EXPECT_EQ(Job("new").progress().rank_tasks_done(), 1);
 }
 
+// Timeouts ----------------------------------------------------------------------------------------
+
+class JobQueueTimeoutTest : public JobQueueTest {
+ protected:
+  static constexpr absl::Duration kTimeout = absl::Minutes(10);
+
+  static NewJob Timed(NewJob job) {
+    job.job.mutable_timeout()->set_seconds(absl::ToInt64Seconds(kTimeout));
+    return job;
+  }
+
+  void AddTimed(const std::string& id) {
+    ASSERT_EQ(queue_->AddJob(Timed(Spec(id))), absl::OkStatus());
+  }
+
+  void ExpectTimedOut(const std::string& id) {
+    EXPECT_EQ(StateOf(id), v1::PrepJob::STATE_FAILED);
+    EXPECT_EQ(Job(id).error().code(), static_cast<int>(absl::StatusCode::kDeadlineExceeded));
+    EXPECT_THAT(Job(id).error().message(), HasSubstr("10m"));
+  }
+};
+
+TEST_F(JobQueueTimeoutTest, WaitingJobFailsWhenItsTimeIsOverAndNotBefore) {
+  AddTimed("a");
+  const v1::PrepJob job = Job("a");
+  EXPECT_EQ(job.deadline_time().seconds() - job.create_time().seconds(), 600);
+  AdvanceAndTick(kTimeout - kInstant);
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_PENDING);
+  AdvanceAndTick(kInstant);
+  ExpectTimedOut("a");
+}
+
+TEST_F(JobQueueTimeoutTest, RunningJobsLeasesAreWithdrawnAndNothingIsRemoved) {
+  AddTimed("a");
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->StartFinished("a", Plan("print-a", 1, 2));
+  const v1::Lease lease = Take("w");
+  for (int i = 0; i < 60; ++i) {
+    AdvanceAndTick(absl::Seconds(10) - (i == 59 ? kInstant : absl::ZeroDuration()));
+    ASSERT_EQ(Say("w", lease.lease_id(), v1::LeaseReport::STATE_RUNNING, {}, {1}).size(), 1U) << i;
+  }
+  AdvanceAndTick(kInstant);
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING) << "a lease is open";
+  EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kDeadlineExceeded));
+  EXPECT_THAT(Say("w", lease.lease_id(), v1::LeaseReport::STATE_RUNNING), IsEmpty());
+  Say("w", lease.lease_id(), v1::LeaseReport::STATE_RETURNED);
+  ExpectTimedOut("a");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+}
+
+TEST_F(JobQueueTimeoutTest, StepsInHandAreAwaited) {
+  AddTimed("starting");
+  ExpectStep(JobStep::Kind::kStart, "starting");
+  AddTimed("committed");
+  ExpectStep(JobStep::Kind::kStart, "committed");
+  queue_->StartFinished("committed", Plan("print-committed", 1, 1));
+  Done("w", Take("w").lease_id());
+  ExpectStep(JobStep::Kind::kCommit, "committed");
+  AddTimed("stuck");
+  ExpectStep(JobStep::Kind::kStart, "stuck");
+  queue_->StartFinished("stuck", Plan("print-stuck", 1, 1));
+  Done("w", Take("w").lease_id());
+  ExpectStep(JobStep::Kind::kCommit, "stuck");
+  AdvanceAndTick(kTimeout);
+  EXPECT_FALSE(IsTerminal(StateOf("starting")));
+  queue_->StartFinished("starting", Plan("print-starting", 1, 1));
+  ExpectTimedOut("starting");
+  // Others may have seen the manifest.
+  queue_->CommitFinished("committed", v1::ManifestReference());
+  EXPECT_EQ(StateOf("committed"), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_FALSE(Job("committed").has_error());
+  queue_->CommitFinished("stuck", absl::UnavailableError("503"));
+  ExpectTimedOut("stuck");
+}
+
+TEST_F(JobQueueTimeoutTest, CancelledJobsAreNoLongerTimed) {
+  AddTimed("a");
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->StartFinished("a", Plan("print-a", 1, 1));
+  const v1::Lease lease = Take("w");
+  ASSERT_TRUE(queue_->Cancel("a").ok());
+  Say("w", lease.lease_id(), v1::LeaseReport::STATE_RETURNED);
+  ExpectStep(JobStep::Kind::kRemove, "a");
+  AdvanceAndTick(kTimeout);
+  queue_->RemoveFinished("a", absl::OkStatus());
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
+}
+
+TEST_F(JobQueueTimeoutTest, TimeGoesOnWhileNoControllerRuns) {
+  const auto created_ago = [&](absl::Duration ago) {
+    NewJob job = Timed(Restored("a", 1, kFence));
+    job.job.mutable_create_time()->set_seconds(absl::ToUnixSeconds(clock_.Wall() - ago));
+    return job;
+  };
+  ASSERT_EQ(queue_->Restore(created_ago(kTimeout - absl::Seconds(1))), absl::OkStatus());
+  AdvanceAndTick(absl::Seconds(1) - kInstant);
+  EXPECT_FALSE(Job("a").has_error());
+  AdvanceAndTick(kInstant);
+  EXPECT_TRUE(Job("a").has_error());
+  AdvanceAndTick(kFence);  // only then nothing is written there any more
+  ExpectTimedOut("a");
+  // A wall clock that was set back gives no more time than was asked for.
+  Remake(Options());
+  ASSERT_EQ(queue_->Restore(created_ago(-absl::Hours(1))), absl::OkStatus());
+  AdvanceAndTick(kTimeout);
+  EXPECT_TRUE(Job("a").has_error());
+}
+
 // Destinations ------------------------------------------------------------------------------------
 
 TEST_F(JobQueueTest, SameArtefactWaitsAndIsThenPlannedAgain) {
@@ -665,25 +815,128 @@ TEST_F(JobQueueTest, WaitingForADestinationDoesNotHoldUpOthers) {
 }
 
 TEST_F(JobQueueTest, RestoredRunningJobWaitsForTheOldFence) {
-  NewJob restored = Spec("a");
-  restored.job.set_state(v1::PrepJob::STATE_RUNNING);
-  restored.destination_fenced = true;
-  ASSERT_EQ(queue_->AddJob(restored), absl::OkStatus());
+  ASSERT_EQ(queue_->Restore(Restored("a", 1, kFence)), absl::OkStatus());
   AdvanceAndTick(kFence - kInstant);
   EXPECT_FALSE(queue_->NextStep().has_value());
   AdvanceAndTick(kInstant);
   ExpectStep(JobStep::Kind::kStart, "a");
 }
 
-TEST_F(JobQueueTest, RestoredRunningJobThatIsCancelledRemovesItsOutputBehindTheFence) {
-  NewJob restored = Spec("a");
-  restored.job.set_state(v1::PrepJob::STATE_RUNNING);
-  restored.destination_fenced = true;
-  ASSERT_EQ(queue_->AddJob(restored), absl::OkStatus());
-  ASSERT_TRUE(queue_->Cancel("a").ok());
+TEST_F(JobQueueTest, FenceIsAsLongAsTheLeasesOfTheControllerThatGaveThem) {
+  const absl::Duration longer = absl::Minutes(20);
+  ASSERT_EQ(queue_->Restore(Restored("a", 1, longer)), absl::OkStatus());
+  AdvanceAndTick(longer - kInstant);
   EXPECT_FALSE(queue_->NextStep().has_value());
-  AdvanceAndTick(kFence);
-  ExpectStep(JobStep::Kind::kRemove, "a");
+  AdvanceAndTick(kInstant);
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->StartFinished("a", Plan("print-a", 1, 1));
+  // Until this job is over both kinds of leases may be what the next controller finds.
+  EXPECT_EQ(queue_->Get("a")->lease_span, longer);
+  AddAndStart("b");
+  EXPECT_EQ(queue_->Get("b")->lease_span, kFence);
+}
+
+TEST_F(JobQueueTest, LeasesAreOnRecordBeforeTheFirstIsGiven) {
+  Add("a");
+  EXPECT_EQ(queue_->Get("a")->lease_span, absl::ZeroDuration());
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->TakeChanges();
+  queue_->StartFinished("a", Plan("print-a", 1, 1));
+  EXPECT_EQ(queue_->Get("a")->lease_span, kFence);
+  EXPECT_THAT(queue_->TakeChanges().recorded, ElementsAre("a"));
+}
+
+TEST_F(JobQueueTest, OtherArtefactIsRefusedWhileTheOldFenceIsOpen) {
+  NewJob restored = Restored("a", 1, kFence);
+  restored.destination = "/out";
+  *restored.job.mutable_error() = ToRpcStatus(absl::DataLossError("truncated"));
+  ASSERT_EQ(queue_->Restore(restored), absl::OkStatus());
+  // It had failed, and only its leases kept it from its end: they still do.
+  AdvanceAndTick(kFence - kInstant);
+  EXPECT_NE(StateOf("a"), v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(ReasonOf(queue_->AddJob(Spec("b", "/out", "print-b"))).reason, "DESTINATION_BUSY");
+  AdvanceAndTick(kInstant);
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(Job("a").error().message(), "truncated");
+  EXPECT_EQ(queue_->AddJob(Spec("b", "/out", "print-b")), absl::OkStatus());
+  ExpectStep(JobStep::Kind::kStart, "b");
+}
+
+TEST_F(JobQueueTest, WorkerOfAnEarlierControllerIsToldToStopAndGetsWorkOnlyThen) {
+  AddAndStart("a", 1, 1);
+  EXPECT_THAT(Say("old", "lease-of-before", v1::LeaseReport::STATE_RUNNING), IsEmpty());
+  EXPECT_THAT(Say("old", "lease-of-before", v1::LeaseReport::STATE_RUNNING), IsEmpty());
+  EXPECT_EQ(Say("old", "lease-of-before", v1::LeaseReport::STATE_RETURNED).size(), 1U);
+}
+
+TEST_F(JobQueueTest, BoundsAreForNewJobsAndNotForRestoredOnes) {
+  JobQueueOptions options = Options();
+  options.max_unfinished_jobs = 1;
+  Remake(options);
+  for (int i = 1; i <= 3; ++i) {
+    ASSERT_EQ(queue_->Restore(Restored(absl::StrCat("job-", i), 10 * i, {})), absl::OkStatus());
+  }
+  EXPECT_EQ(queue_->AddJob(Spec("new")).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(queue_->next_sequence(), 31);
+  EXPECT_EQ(queue_->Get("job-2")->sequence, 20);
+  EXPECT_EQ(queue_->Restore(Restored("job-4", 30, {})).code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(queue_->Restore(Restored("job-3", 40, {})).code(), absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(JobQueueTest, RestoredHistoryIsForgottenInTheOrderOfItsEndAndIsNoEvent) {
+  JobQueueOptions options = Options();
+  options.max_finished_jobs = 2;
+  Remake(options);
+  // The first created ended last.
+  for (int i = 1; i <= 3; ++i) {
+    NewJob job = Restored(absl::StrCat("job-", i), i, {});
+    job.job.set_state(v1::PrepJob::STATE_FAILED);
+    job.job.mutable_end_time()->set_seconds(1'000'000 - i);
+    ASSERT_EQ(queue_->Restore(job), absl::OkStatus());
+  }
+  const QueueChanges changes = queue_->TakeChanges();
+  EXPECT_THAT(changes.evicted, ElementsAre("job-3"));
+  EXPECT_THAT(changes.events, IsEmpty());
+  EXPECT_TRUE(queue_->Get("job-1").ok());
+}
+
+TEST_F(JobQueueTest, StartThatCouldNotBeRecordedIsTriedAgainForAsLongAsItTakes) {
+  Add("a");
+  Add("b");
+  for (int i = 0; i < 10; ++i) {
+    ExpectStep(JobStep::Kind::kStart, "a");
+    queue_->StartPostponed("a");
+    // Nor does another job plan in vain meanwhile.
+    EXPECT_FALSE(queue_->NextStep().has_value());
+    clock_.Advance(absl::Seconds(8) - kInstant);
+    EXPECT_FALSE(queue_->NextStep().has_value());
+    clock_.Advance(kInstant);
+  }
+  EXPECT_EQ(Job("a").progress().attempts_failed(), 0);
+  ExpectStep(JobStep::Kind::kStart, "a");
+  ASSERT_TRUE(queue_->Cancel("a").ok());
+  queue_->StartPostponed("a");
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
+  // Nothing was given, so there is nothing to remove.
+  clock_.Advance(absl::Seconds(8));
+  ExpectStep(JobStep::Kind::kStart, "b");
+}
+
+TEST_F(JobQueueTest, RestoredRunningJobThatIsCancelledRemovesItsOutputBehindTheFence) {
+  // Cancelled before the end of the earlier controller, or after it.
+  for (const bool before : {true, false}) {
+    Remake(Options());
+    NewJob restored = Restored("a", 1, kFence);
+    restored.job.set_cancel_requested(before);
+    ASSERT_EQ(queue_->Restore(restored), absl::OkStatus());
+    ASSERT_TRUE(queue_->Cancel("a").ok());
+    AdvanceAndTick(kFence - kInstant);
+    EXPECT_FALSE(queue_->NextStep().has_value());
+    AdvanceAndTick(kInstant);
+    ExpectStep(JobStep::Kind::kRemove, "a");
+    queue_->RemoveFinished("a", absl::OkStatus());
+    EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
+  }
 }
 
 TEST_F(JobQueueTest, SourceThatChangedBeforeTheStartIsRefused) {
@@ -755,6 +1008,27 @@ TEST_F(JobQueueTest, QueueIsBounded) {
   EXPECT_EQ(ReasonOf(full).metadata["bound"], "2");
   ASSERT_TRUE(queue_->Cancel("a").ok());
   EXPECT_EQ(queue_->AddJob(Spec("c")), absl::OkStatus());
+}
+
+TEST_F(JobQueueTest, BytesOfJobsAreBounded) {
+  const auto sized = [](const std::string& id) {
+    NewJob job = Spec(id);
+    job.job.mutable_spec()->set_alignment_policy_json(std::string(1000, ' '));
+    return job;
+  };
+  JobQueueOptions options = Options();
+  options.max_job_bytes = 2500;
+  Remake(options);
+  ASSERT_EQ(queue_->AddJob(sized("a")), absl::OkStatus());
+  ASSERT_EQ(queue_->AddJob(sized("b")), absl::OkStatus());
+  const absl::Status full = queue_->AddJob(sized("c"));
+  EXPECT_EQ(full.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(full).metadata["bound"], "2500");
+  ASSERT_TRUE(queue_->Cancel("a").ok());
+  ASSERT_TRUE(queue_->Cancel("b").ok());
+  ASSERT_EQ(queue_->AddJob(sized("c")), absl::OkStatus());
+  ASSERT_TRUE(queue_->Cancel("c").ok());
+  EXPECT_THAT(queue_->TakeChanges().evicted, ElementsAre("a"));
 }
 
 TEST_F(JobQueueTest, OldestFinishedJobsAreForgotten) {
@@ -831,6 +1105,20 @@ TEST_F(JobQueueTest, MalformedRequestsAreRefusedAndNothingOfThemIsTaken) {
   refuse("no error", [](auto&, auto& report) { report.set_state(v1::LeaseReport::STATE_FAILED); });
   refuse("rank of others", [](auto&, auto& report) { report.add_completed_ranks(2); });
   refuse("negative", [](auto&, auto& report) { report.set_bytes_read(-1); });
+  refuse("long device", [](auto& request, auto&) { request.set_device(std::string(65, 'd')); });
+  refuse("many ranks", [](auto&, auto& report) {
+    while (report.completed_ranks_size() < 4097) report.add_completed_ranks(0);
+  });
+  refuse("long error", [](auto&, auto& report) {
+    report.set_state(v1::LeaseReport::STATE_FAILED);
+    report.mutable_error()->set_code(14);
+    report.mutable_error()->set_message(std::string(65 << 10, 'e'));
+  });
+  refuse("no name of a stage",
+         [](auto&, auto& report) { (*report.mutable_stage_seconds())["Read!"] = 1; });
+  refuse("many stages", [](auto&, auto& report) {
+    for (char c = 'a'; c <= 'q'; ++c) (*report.mutable_stage_seconds())[std::string(1, c)] = 1;
+  });
   refuse("many reports", [](auto& request, auto&) {
     while (request.leases_size() < 17) request.add_leases()->CopyFrom(request.leases(0));
   });
@@ -903,9 +1191,24 @@ TEST_F(JobQueueTest, ListFiltersByStateAndLeavesPlansOut) {
 }
 
 TEST_F(JobQueueTest, PageTokensOfOthersAreRefused) {
-  for (const char* token : {"x", "before-", "before-x", "before-0", "before--1"}) {
+  for (const char* token : {"x", "before-", "before-x-0", "before-0-0", "before--1-0", "before-1",
+                            "before-01-0", "after-1-0", "before-1-0-0"}) {
     EXPECT_EQ(queue_->List(3, token, {}).status().code(), absl::StatusCode::kInvalidArgument)
         << token;
+  }
+}
+
+TEST_F(JobQueueTest, PageTokenBelongsToItsFilter) {
+  for (int i = 0; i < 4; ++i) Add(absl::StrCat("job-", i));
+  const std::set<State> pending = {v1::PrepJob::STATE_PENDING};
+  const std::string token = queue_->List(2, "", pending)->next_page_token;
+  EXPECT_TRUE(queue_->List(2, token, pending).ok());
+  for (const std::set<State>& other :
+       {std::set<State>{}, std::set<State>{v1::PrepJob::STATE_RUNNING},
+        std::set<State>{v1::PrepJob::STATE_PENDING, v1::PrepJob::STATE_RUNNING}}) {
+    const absl::Status refused = queue_->List(2, token, other).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_EQ(ReasonOf(refused).reason, "BAD_PAGE_TOKEN");
   }
 }
 
@@ -997,6 +1300,25 @@ TEST_F(JobQueueTest, RandomWalkNeverLeasesATaskTwiceAndEnds) {
       EXPECT_EQ(job.progress().bytes_written(), 1200);
     }
   }
+}
+
+// Found by fuzzing: a controller that died before it had recorded the end of one job leaves two
+// that have to be removed from one place.
+TEST_F(JobQueueTest, RemovalsAtOneDestinationFollowEachOther) {
+  for (int64_t sequence = 1; sequence <= 2; ++sequence) {
+    NewJob job = Spec(absl::StrCat("job-", sequence), "/out/same", "print");
+    job.job.set_state(v1::PrepJob::STATE_RUNNING);
+    job.job.set_cancel_requested(true);
+    job.sequence = sequence;
+    job.lease_span = kFence;
+    ASSERT_EQ(queue_->Restore(std::move(job)), absl::OkStatus());
+  }
+  clock_.Advance(kFence);
+  queue_->Tick();
+  ExpectStep(JobStep::Kind::kRemove, "job-1");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  queue_->RemoveFinished("job-1", absl::OkStatus());
+  ExpectStep(JobStep::Kind::kRemove, "job-2");
 }
 
 }  // namespace

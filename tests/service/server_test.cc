@@ -231,6 +231,162 @@ TEST_F(ServerTest, OversizedFieldsAndMessagesAreRefused) {
   EXPECT_EQ(CreateOverWire("a", spec).status().code(), absl::StatusCode::kResourceExhausted);
 }
 
+TEST_F(ServerTest, MalformedIdsAreRefusedWhateverTheirSize) {
+  for (const std::string& id : {std::string(), std::string("A"), std::string(1 << 20, 'a')}) {
+    const absl::Status statuses[] = {client_->Get(id).status(), client_->Cancel(id).status(),
+                                     client_->GetManifest(id).status(),
+                                     client_->Watch(id, [](const v1::PrepJob&) { return true; })};
+    for (const absl::Status& status : statuses) {
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << id.size() << status;
+      EXPECT_EQ(ReasonOf(status).reason, "BAD_JOB_ID");
+    }
+  }
+}
+
+TEST_F(ServerTest, TimeoutsAreChecked) {
+  v1::CreatePrepJobRequest request;
+  request.set_prep_job_id("a");
+  *request.mutable_spec() = Spec("/models/a", "/out/a");
+  const std::pair<int64_t, int32_t> bad[] = {
+      {0, 0}, {-1, 0}, {0, 999'999}, {366 * 86'400, 1}, {1, -1}, {1, 1'000'000'000}};
+  for (const auto& [seconds, nanos] : bad) {
+    request.mutable_timeout()->set_seconds(seconds);
+    request.mutable_timeout()->set_nanos(nanos);
+    EXPECT_EQ(client_->Create(request).status().code(), absl::StatusCode::kInvalidArgument)
+        << seconds << " " << nanos;
+  }
+  request.mutable_timeout()->set_seconds(3);
+  request.mutable_timeout()->set_nanos(5);
+  const absl::StatusOr<v1::PrepJob> job = client_->Create(request);
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->timeout().seconds(), 3);
+  EXPECT_EQ(job->deadline_time().seconds(), job->create_time().seconds() + 3);
+}
+
+TEST_F(ServerTest, LongErrorsReachAClientWithDefaultLimits) {
+  std::string names;
+  while (names.size() < 20'000) names += absl::StrCat("layers.", names.size(), ".w\u00fc; ");
+  backend_.Fail({.plan = WithReason(absl::NotFoundError(absl::StrCat("missing: ", names)),
+                                    "TENSORS_MISSING", {{"names", names}})});
+  v1::PlanPrepJobRequest request;
+  *request.mutable_spec() = Spec("/models/a", "/out/a");
+  const absl::Status status = client_->Plan(request).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("missing: layers.0.w"));
+  EXPECT_EQ(ReasonOf(status).reason, "TENSORS_MISSING");
+}
+
+TEST_F(ServerTest, PagesOfLargeJobsFitAMessage) {
+  for (int i = 0; i < 300; ++i) {
+    ASSERT_TRUE(Create(absl::StrCat("j", i), Spec(absl::StrCat("/models/", std::string(4000, 'm')),
+                                                  absl::StrCat("/out/", std::string(4000, 'o'), i)))
+                    .ok());
+  }
+  v1::ListPrepJobsRequest request;
+  request.set_page_size(1000);
+  int found = 0;
+  int pages = 0;
+  do {
+    const absl::StatusOr<v1::ListPrepJobsResponse> page = client_->List(request);
+    ASSERT_TRUE(page.ok()) << page.status();
+    EXPECT_LT(page->ByteSizeLong(), 2U << 20);
+    found += page->prep_jobs_size();
+    ++pages;
+    request.set_page_token(page->next_page_token());
+  } while (!request.page_token().empty());
+  EXPECT_EQ(found, 300);
+  EXPECT_GE(pages, 2);
+}
+
+// One of many calls at once that are answered by callback.
+struct PendingCreate {
+  grpc::ClientContext context;
+  v1::CreatePrepJobRequest request;
+  v1::PrepJob response;
+  grpc::Status status;
+  absl::Notification done;
+};
+
+TEST_F(ServerTest, FloodOfCreatesIsRefusedBeyondTheBoundAndTheRestGoesThrough) {
+  backend_.Hold();
+  const auto stub = v1::PrepService::NewStub(channel_);
+  std::vector<std::unique_ptr<PendingCreate>> calls;
+  for (int i = 0; i < 400; ++i) {
+    calls.push_back(std::make_unique<PendingCreate>());
+    PendingCreate& call = *calls.back();
+    call.context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+    call.request.set_prep_job_id(absl::StrCat("j", i));
+    *call.request.mutable_spec() = Spec("/models/a", absl::StrCat("/out/", i));
+    call.request.mutable_spec()->set_alignment_policy_json(std::string(64 << 10, ' '));
+    stub->async()->CreatePrepJob(&call.context, &call.request, &call.response,
+                                 [&call](const grpc::Status& status) {
+                                   call.status = status;
+                                   call.done.Notify();
+                                 });
+  }
+  const ControllerOptions defaults = Options();
+  const int held = defaults.planner_threads + defaults.max_waiting_plans;
+  // Those that are refused are answered while the others are held.
+  const auto answered = [&] {
+    int count = 0;
+    for (const auto& call : calls) count += call->done.HasBeenNotified() ? 1 : 0;
+    return count;
+  };
+  const absl::Time give_up = absl::Now() + absl::Seconds(30);
+  while (answered() < 400 - held && absl::Now() < give_up) std::this_thread::yield();
+  EXPECT_EQ(answered(), 400 - held);
+  backend_.Release();
+  int refused = 0;
+  for (const auto& call : calls) {
+    call->done.WaitForNotification();
+    if (call->status.ok()) continue;
+    ++refused;
+    const absl::Status status = FromGrpcStatus(call->status);
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    EXPECT_EQ(ReasonOf(status).reason, "TOO_MANY_PLANS");
+    EXPECT_EQ(ReasonOf(status).metadata["bound"], "64");
+  }
+  EXPECT_EQ(refused, 400 - held);
+}
+
+TEST_F(ServerTest, SlowWatcherSkipsStatesAndGetsTheLast) {
+  // Large states, so that few of them fill what the connection buffers.
+  ASSERT_TRUE(Create("a", Spec(absl::StrCat("/models/", std::string(4000, 'm')),
+                               absl::StrCat("/out/", std::string(4000, 'o'))))
+                  .ok());
+  const auto stub = v1::PrepService::NewStub(channel_);
+  grpc::ClientContext context;
+  context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(60)));
+  v1::WatchPrepJobRequest watch;
+  watch.set_prep_job_id("a");
+  const auto reader = stub->WatchPrepJob(&context, watch);
+  v1::PrepJob job;
+  ASSERT_TRUE(reader->Read(&job));
+  v1::SynchronizeRequest request = Request("w");
+  absl::StatusOr<v1::SynchronizeResponse> response = Synchronize(request);
+  ASSERT_EQ(response->leases_size(), 1);
+  v1::LeaseReport& report = *request.add_leases();
+  report.set_lease_id(response->leases(0).lease_id());
+  report.set_state(v1::LeaseReport::STATE_RUNNING);
+  constexpr int kChanges = 2000;
+  for (int i = 1; i <= kChanges; ++i) {
+    report.set_bytes_read(i);
+    ASSERT_TRUE(Synchronize(request).ok());
+  }
+  report.set_state(v1::LeaseReport::STATE_DONE);
+  response = Synchronize(request);
+  while (response.ok() && response->leases_size() > 0) {
+    report.set_lease_id(response->leases(0).lease_id());
+    response = Synchronize(request);
+  }
+  AwaitState("a", v1::PrepJob::STATE_SUCCEEDED);
+  int states = 1;
+  while (reader->Read(&job)) ++states;
+  EXPECT_TRUE(reader->Finish().ok());
+  EXPECT_EQ(job.state(), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_LT(states, kChanges / 4);
+}
+
 TEST_F(ServerTest, HealthNamesAreReadinessAndLiveness) {
   for (const char* name : {"", "shardprep.v1.PrepService", "liveness"}) {
     EXPECT_EQ(Health(name).value_or(0), 1) << name;

@@ -3,6 +3,7 @@
 #include <grpcpp/support/status.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <string>
 
 #include "google/rpc/error_details.pb.h"
@@ -10,6 +11,7 @@
 #include "workers/grpc_channel.h"
 #include "workers/grpc_status.h"
 #include "workers/log.h"
+#include "workers/printable.h"
 
 namespace shardprep {
 namespace {
@@ -47,8 +49,58 @@ TEST(GrpcStatus, ReasonAndMetadataSurviveTheRoundTrip) {
 TEST(GrpcStatus, LongMessagesAreCutBetweenCharacters) {
   std::string message(4095, 'x');
   message += "äää";  // two bytes each, so the bound falls inside one
-  const grpc::Status status = ToGrpcStatus(absl::InternalError(message));
-  EXPECT_EQ(status.error_message(), std::string(4095, 'x') + "...");
+  EXPECT_EQ(ToRpcStatus(absl::InternalError(message)).message(), std::string(4095, 'x') + "...");
+}
+
+TEST(GrpcStatus, TrailersFitWhatAClientTakesByDefault) {
+  std::map<std::string, std::string> metadata;
+  for (char key = 'a'; key <= 'j'; ++key) metadata[std::string(1, key)] = std::string(4000, 'v');
+  for (const char* character : {"x", "ä", "%"}) {
+    std::string message;
+    while (message.size() < 4000) message += character;
+    const absl::Status status = WithReason(absl::InternalError(message), "LONG", metadata);
+    const grpc::Status wire = ToGrpcStatus(status);
+    size_t encoded = (wire.error_details().size() + 2) / 3 * 4;
+    for (const char c : wire.error_message()) encoded += c >= ' ' && c <= '~' && c != '%' ? 1 : 3;
+    EXPECT_LT(encoded, 7U << 10) << character;
+    EXPECT_GT(encoded, 4U << 10) << character;
+    const absl::Status there = FromGrpcStatus(wire);
+    EXPECT_EQ(std::string(there.message()), wire.error_message());
+    EXPECT_EQ(ReasonOf(there).reason, "LONG");
+    EXPECT_EQ(ReasonOf(there).metadata.size(), 10U);
+  }
+}
+
+// A protobuf string that is no UTF-8 does not survive parsing, and would take the status with it.
+TEST(GrpcStatus, MessagesThatAreNotPrintableArriveAllTheSame) {
+  absl::Status status =
+      WithReason(absl::DataLossError("file a\xff\x1b[2J: short"), "SHORT", {{"file", "a\xff"}});
+  const absl::Status there = FromGrpcStatus(ToGrpcStatus(status));
+  EXPECT_EQ(there.message(), "file a\\xff\\x1b[2J: short");
+  EXPECT_EQ(ReasonOf(there).metadata.at("file"), "a\\xff");
+}
+
+TEST(Printable, KeepsTextAndShowsBytesThatAreNone) {
+  const std::map<std::string, std::string> cases = {
+      {"", ""},
+      {"plain, \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80\n",
+       "plain, \xc3\xa9 \xe2\x82\xac \xf0\x9f\x98\x80\n"},
+      {std::string("a\0b", 3), "a\\x00b"},
+      {"\x1b[31mred\x7f", "\\x1b[31mred\\x7f"},
+      {"\xc2\x9b"
+       "31m",
+       "\\xc2\\x9b"
+       "31m"},                                       // C1: a terminal takes it for an escape
+      {"\xc0\xaf", "\\xc0\\xaf"},                    // overlong
+      {"\xed\xa0\x80", "\\xed\\xa0\\x80"},           // surrogate
+      {"\xf4\x90\x80\x80", "\\xf4\\x90\\x80\\x80"},  // beyond U+10FFFF
+      {"cut \xe2\x82", "cut \\xe2\\x82"},
+      {"\xff", "\\xff"},
+  };
+  for (const auto& [text, want] : cases) {
+    EXPECT_EQ(Printable(text), want);
+    EXPECT_EQ(Printable(Printable(text)), want);
+  }
 }
 
 TEST(GrpcStatus, ForeignStatusesAreTakenAsTheyAre) {

@@ -134,7 +134,7 @@ void TestArtifact::Reseal(int rank_index, const std::function<void(v1::RankManif
   file.set_size_bytes(static_cast<int64_t>(text.size()));
   file.set_sha256(Sha256Hex(text));
   WriteFileBytes(Path(file.key()), text);
-  manifest.set_content_id(ContentId(ranks, manifest.rank_manifests(), manifest.copied_files()));
+  manifest.set_content_id(ContentId(ranks, manifest));
   WriteFileBytes(Path(ObjectKey(ManifestName{})), Require(StoredJson(manifest)));
 }
 

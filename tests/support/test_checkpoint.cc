@@ -40,7 +40,77 @@ uint64_t ExpertWord(uint64_t seed, int64_t row, int64_t word) {
   return Mix(seed ^ ((static_cast<uint64_t>(row) << 32) + static_cast<uint64_t>(word)));
 }
 
-bool IsScaleKind(ExpertTensor kind) { return static_cast<int>(kind) % 2 == 1; }
+bool IsScaleKind(ExpertTensor kind) {
+  return kind == kGateScale || kind == kUpScale || kind == kDownScale;
+}
+
+bool IsDeepSeekV4(TestFamily family) {
+  return family == TestFamily::kDeepSeekV4 || family == TestFamily::kDeepSeekV4Fp8;
+}
+
+// How an expert's matrices are named and stored.
+struct ExpertStyle {
+  const char* module;
+  std::array<const char*, 3> projections;
+  const char* weight;
+  const char* scale;  // null without scales
+  Dtype weight_dtype;
+  int64_t elements;  // that one unit of the shape counts
+  Dtype scale_dtype;
+  int64_t block_rows;
+  int64_t block_columns;
+};
+
+ExpertStyle StyleOf(const CheckpointSpec& spec) {
+  constexpr std::array<const char*, 3> kNumbered = {"w1", "w3", "w2"};
+  constexpr std::array<const char*, 3> kNamed = {"gate_proj", "up_proj", "down_proj"};
+  switch (spec.family) {
+    case TestFamily::kDeepSeekV4:
+      return {"ffn.experts",
+              kNumbered,
+              "weight",
+              "scale",
+              spec.weight_dtype,
+              spec.weight_dtype == Dtype::kF4 ? 1 : 2,
+              spec.scale_dtype,
+              1,
+              32};
+    case TestFamily::kDeepSeekV4Fp8:
+      return {"ffn.experts",  kNumbered, "weight", "scale", Dtype::kF8E4M3, 1,
+              Dtype::kF8E8M0, 128,       128};
+    case TestFamily::kDeepSeekV3Fp8:
+      return {"mlp.experts", kNamed, "weight", "weight_scale_inv", Dtype::kF8E4M3, 1,
+              Dtype::kF32,   128,    128};
+    case TestFamily::kDeepSeekV3Quark:
+    case TestFamily::kQwen3Quark:
+      return {"mlp.experts", kNamed, "weight", "weight_scale", Dtype::kU8, 2, Dtype::kU8, 1, 32};
+    case TestFamily::kQwen3Bf16:
+      return {"mlp.experts", kNamed, "weight", nullptr, Dtype::kBF16, 1, Dtype::kU8, 1, 1};
+    case TestFamily::kMixtral:
+      return {"block_sparse_moe.experts",
+              kNumbered,
+              "weight",
+              nullptr,
+              Dtype::kBF16,
+              1,
+              Dtype::kU8,
+              1,
+              1};
+    case TestFamily::kKimiK3:
+      return {"block_sparse_moe.experts",
+              kNumbered,
+              "weight_packed",
+              "weight_scale",
+              Dtype::kU8,
+              2,
+              Dtype::kU8,
+              1,
+              32};
+    case TestFamily::kGptOss:
+      return {"mlp.experts", {}, "blocks", "scales", Dtype::kU8, 2, Dtype::kU8, 1, 32};
+  }
+  return {};
+}
 
 uint8_t ScaleByte(uint8_t byte) { return std::clamp<uint8_t>(byte, 1, 254); }
 
@@ -68,6 +138,7 @@ class TensorList {
   explicit TensorList(const CheckpointSpec& spec) : spec_(spec) {}
 
   std::vector<TestTensor> Build() {
+    if (!IsDeepSeekV4(spec_.family)) return BuildOther();
     Add("embed.weight", Dtype::kBF16, {spec_.vocabulary, spec_.hidden});
     for (int64_t layer = 0; layer < spec_.layers + spec_.mtp_layers; ++layer) AddBlock(layer);
     Add("norm.weight", Dtype::kBF16, {spec_.hidden});
@@ -88,6 +159,55 @@ class TensorList {
                       .shape = std::move(shape),
                       .place = place};
     if (!spec_.edit || spec_.edit(tensor)) tensors_.push_back(std::move(tensor));
+  }
+
+  // Models whose names follow the modules of the Transformers library.
+  std::vector<TestTensor> BuildOther() {
+    Add("embed_tokens.weight", Dtype::kBF16, {spec_.vocabulary, spec_.hidden});
+    const ExpertStyle style = StyleOf(spec_);
+    const std::string mlp =
+        std::string(style.module).substr(0, std::string(style.module).find('.'));
+    for (int64_t layer = 0; layer < spec_.layers + spec_.mtp_layers; ++layer) {
+      const std::string block = absl::StrCat("layers.", layer, ".");
+      Add(block + "input_layernorm.weight", Dtype::kBF16, {spec_.hidden});
+      Add(block + "self_attn.o_proj.weight", Dtype::kBF16, {spec_.hidden, 48});
+      if (layer < spec_.dense_layers) {
+        Add(block + "mlp.gate_proj.weight", Dtype::kBF16, {96, spec_.hidden});
+        Add(block + "mlp.down_proj.weight", Dtype::kBF16, {spec_.hidden, 96});
+        continue;
+      }
+      Add(absl::StrCat(block, mlp, ".gate.weight"), Dtype::kBF16, {spec_.experts, spec_.hidden});
+      Add(absl::StrCat(block, mlp, ".shared_experts.down_proj.weight"), Dtype::kBF16,
+          {spec_.hidden, 32});
+      if (spec_.family == TestFamily::kGptOss) {
+        AddStackedExperts(block, layer);
+      } else {
+        AddExperts(block, layer);
+      }
+    }
+    Add("norm.weight", Dtype::kBF16, {spec_.hidden});
+    return std::move(tensors_);
+  }
+
+  void AddStacked(const std::string& name, Dtype dtype, std::vector<int64_t> shape, int64_t layer,
+                  ExpertTensor kind, bool alternating) {
+    const size_t before = tensors_.size();
+    Add(name, dtype, std::move(shape), ExpertPlace{layer, 0, kind});
+    if (tensors_.size() == before) return;
+    tensors_.back().stacked = true;
+    tensors_.back().alternating = alternating;
+  }
+
+  void AddStackedExperts(const std::string& block, int64_t layer) {
+    const int64_t e = spec_.experts, i = spec_.intermediate, h = spec_.hidden;
+    const std::string up = block + "mlp.experts.gate_up_proj_";
+    AddStacked(up + "blocks", Dtype::kU8, {e, 2 * i, h / 32, 16}, layer, kGateWeight, true);
+    AddStacked(up + "scales", Dtype::kU8, {e, 2 * i, h / 32}, layer, kGateScale, true);
+    AddStacked(up + "bias", Dtype::kBF16, {e, 2 * i}, layer, kGateBias, true);
+    const std::string down = block + "mlp.experts.down_proj_";
+    AddStacked(down + "blocks", Dtype::kU8, {e, h, i / 32, 16}, layer, kDownWeight, false);
+    AddStacked(down + "scales", Dtype::kU8, {e, h, i / 32}, layer, kDownScale, false);
+    AddStacked(down + "bias", Dtype::kBF16, {e, h}, layer, kDownBias, false);
   }
 
   // FP8 in blocks of 128 x 128.
@@ -135,17 +255,19 @@ class TensorList {
   }
 
   void AddExperts(const std::string& block, int64_t layer) {
-    const int64_t packing = spec_.weight_dtype == Dtype::kF4 ? 1 : 2;
-    constexpr std::array<const char*, 3> kProjections = {"w1", "w3", "w2"};
+    const ExpertStyle style = StyleOf(spec_);
     for (int64_t expert = 0; expert < spec_.experts; ++expert) {
       for (int p = 0; p < 3; ++p) {
         const int64_t rows = p == 2 ? spec_.hidden : spec_.intermediate;
         const int64_t columns = p == 2 ? spec_.intermediate : spec_.hidden;
         const std::string name =
-            absl::StrCat(block, "ffn.experts.", expert, ".", kProjections.at(p));
-        Add(name + ".weight", spec_.weight_dtype, {rows, columns / packing},
+            absl::StrCat(block, style.module, ".", expert, ".", style.projections.at(p), ".");
+        Add(name + style.weight, style.weight_dtype, {rows, columns / style.elements},
             ExpertPlace{layer, expert, static_cast<ExpertTensor>(2 * p)});
-        Add(name + ".scale", spec_.scale_dtype, {rows, columns / 32},
+        if (style.scale == nullptr) continue;
+        Add(name + style.scale, style.scale_dtype,
+            {(rows + style.block_rows - 1) / style.block_rows,
+             (columns + style.block_columns - 1) / style.block_columns},
             ExpertPlace{layer, expert, static_cast<ExpertTensor>(2 * p + 1)});
       }
     }
@@ -235,10 +357,34 @@ std::string HeaderBytes(const std::vector<PlacedTensor>& tensors) {
   return bytes + json;
 }
 
+// Rows of a tensor of an expert, or of all experts together.
+int64_t RowsOf(const TestTensor& tensor) {
+  if (!tensor.place || tensor.shape.empty()) return 1;
+  return tensor.stacked ? tensor.shape[0] * tensor.shape[1] : tensor.shape[0];
+}
+
+// Where a row of a stacked tensor belongs.
+std::pair<ExpertPlace, int64_t> RowPlace(const TestTensor& tensor, int64_t row) {
+  ExpertPlace place = *tensor.place;
+  if (!tensor.stacked) return {place, row};
+  place.expert = row / tensor.shape[1];
+  row %= tensor.shape[1];
+  if (!tensor.alternating) return {place, row};
+  constexpr std::array<std::pair<ExpertTensor, ExpertTensor>, 3> kUp = {
+      {{kGateWeight, kUpWeight}, {kGateScale, kUpScale}, {kGateBias, kUpBias}}};
+  for (const auto& [gate, up] : kUp) {
+    if (row % 2 == 1 && place.kind == gate) {
+      place.kind = up;
+      break;
+    }
+  }
+  return {place, row / 2};
+}
+
 // Streams a tensor's bytes in pieces of whole rows, or of kWriteBytes where there are no rows.
 void WriteTensor(const PlacedTensor& placed, std::ofstream& out) {
   const TestTensor& tensor = *placed.tensor;
-  const int64_t rows = tensor.place && !tensor.shape.empty() ? tensor.shape[0] : 1;
+  const int64_t rows = RowsOf(tensor);
   const int64_t row_bytes = rows == 0 ? 0 : placed.size_bytes / rows;
   if (row_bytes == 0) return;
   std::vector<uint8_t> buffer;
@@ -247,14 +393,21 @@ void WriteTensor(const PlacedTensor& placed, std::ofstream& out) {
               static_cast<std::streamsize>(buffer.size()));
     buffer.clear();
   };
-  const uint64_t seed = tensor.place ? ExpertSeed(*tensor.place) : NameSeed(tensor.name);
+  const uint64_t name_seed = NameSeed(tensor.name);
   for (int64_t row = 0; row < rows; ++row) {
+    uint64_t seed = 0;
+    int64_t place_row = 0;
+    if (tensor.place) {
+      const auto [place, at] = RowPlace(tensor, row);
+      seed = ExpertSeed(place);
+      place_row = at;
+    }
     for (int64_t begin = 0; begin < row_bytes; begin += kWriteBytes) {
       const int64_t end = std::min(row_bytes, begin + kWriteBytes);
       const auto used = buffer.size();
       buffer.resize(used + static_cast<size_t>(end - begin));
       FillBytes(buffer.data() + used, begin, end, [&](int64_t word) {
-        return tensor.place ? ExpertWord(seed, row, word) : OtherWord(seed, word);
+        return tensor.place ? ExpertWord(seed, place_row, word) : OtherWord(name_seed, word);
       });
       if (tensor.place && IsScaleKind(tensor.place->kind)) {
         std::transform(buffer.begin() + static_cast<std::ptrdiff_t>(used), buffer.end(),
@@ -291,8 +444,8 @@ absl::Status WriteDataFile(const std::filesystem::path& path,
   return absl::InternalError(absl::StrCat(path.string(), ": ", error.message()));
 }
 
-nlohmann::json ConfigJson(const CheckpointSpec& spec) {
-  nlohmann::json config = {
+nlohmann::json DeepSeekV4Config(const CheckpointSpec& spec) {
+  return {
       {"architectures", {"DeepseekV4ForCausalLM"}},
       {"model_type", "deepseek_v4"},
       {"hidden_size", spec.hidden},
@@ -306,7 +459,7 @@ nlohmann::json ConfigJson(const CheckpointSpec& spec) {
       {"vocab_size", spec.vocabulary},
       {"hidden_act", "silu"},
       {"swiglu_limit", 10.0},
-      {"expert_dtype", "fp4"},
+      {"expert_dtype", spec.family == TestFamily::kDeepSeekV4Fp8 ? "fp8" : "fp4"},
       {"torch_dtype", "bfloat16"},
       {"quantization_config",
        {{"quant_method", "fp8"},
@@ -315,6 +468,53 @@ nlohmann::json ConfigJson(const CheckpointSpec& spec) {
         {"weight_block_size", {128, 128}},
         {"activation_scheme", "dynamic"}}},
   };
+}
+
+// The keys of the family that a loader needs.
+nlohmann::json OtherConfig(const CheckpointSpec& spec) {
+  nlohmann::json config = {{"hidden_size", spec.hidden},
+                           {"num_hidden_layers", spec.layers},
+                           {"vocab_size", spec.vocabulary},
+                           {"hidden_act", "silu"}};
+  switch (spec.family) {
+    case TestFamily::kDeepSeekV3Fp8:
+    case TestFamily::kDeepSeekV3Quark:
+      config["model_type"] = "deepseek_v3";
+      config["moe_intermediate_size"] = spec.intermediate;
+      config["n_routed_experts"] = spec.experts;
+      config["num_nextn_predict_layers"] = spec.mtp_layers;
+      config["first_k_dense_replace"] = spec.dense_layers;
+      config["moe_layer_freq"] = 1;
+      return config;
+    case TestFamily::kQwen3Bf16:
+    case TestFamily::kQwen3Quark:
+      config["model_type"] = "qwen3_moe";
+      config["moe_intermediate_size"] = spec.intermediate;
+      config["num_experts"] = spec.experts;
+      config["decoder_sparse_step"] = 1;
+      config["mlp_only_layers"] = nlohmann::json::array();
+      for (int64_t layer = 0; layer < spec.dense_layers; ++layer) {
+        config["mlp_only_layers"].push_back(layer);
+      }
+      return config;
+    case TestFamily::kKimiK3:
+      config["moe_intermediate_size"] = spec.intermediate;
+      config["num_experts"] = spec.experts;
+      config["hidden_size"] = 2 * spec.hidden;  // experts work in a latent space
+      config["first_k_dense_replace"] = spec.dense_layers;
+      config["num_nextn_predict_layers"] = spec.mtp_layers;
+      config["hidden_act"] = "situ";
+      return {{"model_type", "kimi_k3"}, {"text_config", config}};
+    default:
+      config["model_type"] = spec.family == TestFamily::kMixtral ? "mixtral" : "gpt_oss";
+      config["intermediate_size"] = spec.intermediate;
+      config["num_local_experts"] = spec.experts;
+      return config;
+  }
+}
+
+nlohmann::json ConfigJson(const CheckpointSpec& spec) {
+  nlohmann::json config = IsDeepSeekV4(spec.family) ? DeepSeekV4Config(spec) : OtherConfig(spec);
   for (const auto& [key, text] : spec.config) {
     if (text.empty()) {
       config.erase(key);
@@ -362,6 +562,21 @@ absl::Status WriteAll(const std::string& directory, const CheckpointSpec& spec) 
 }
 
 }  // namespace
+
+CheckpointSpec FamilySpec(TestFamily family) {
+  CheckpointSpec spec;
+  spec.family = family;
+  spec.files = 2;
+  spec.layers = 2;
+  spec.mtp_layers = 0;
+  if (IsDeepSeekV4(family)) return spec;
+  spec.prefix = family == TestFamily::kKimiK3 ? "language_model.model." : "model.";
+  if (family == TestFamily::kMixtral || family == TestFamily::kGptOss) return spec;
+  spec.dense_layers = 1;
+  const bool mtp = family == TestFamily::kDeepSeekV3Fp8 || family == TestFamily::kDeepSeekV3Quark;
+  spec.mtp_layers = mtp ? 1 : 0;
+  return spec;
+}
 
 CheckpointSpec QuickstartSpec() {
   CheckpointSpec spec;

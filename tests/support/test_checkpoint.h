@@ -1,4 +1,4 @@
-// Writes DeepSeek-V4 shaped checkpoints of any size for tests and demonstrations.
+// Writes checkpoints of any size in the naming of each family, for tests and demonstrations.
 //
 // Every byte is a function of what it belongs to, so a test can say what any byte of any output
 // must be without reading the source: see ExpectedByte().
@@ -32,18 +32,37 @@ struct TestTensor {
   std::vector<int64_t> shape;
   std::optional<ExpertPlace> place;  // of a routed expert, whatever it is called
   int file = 0;                      // index of its file
+  // Of all experts of a layer: `place` is that of expert 0. With `alternating`, rows of the tensors
+  // of gate and up take turns.
+  bool stacked = false;
+  bool alternating = false;
+};
+
+// How experts are named and stored.
+enum class TestFamily {
+  kDeepSeekV4,       // layers.L.ffn.experts.X.w1.{weight,scale}
+  kDeepSeekV4Fp8,    // the same, FP8 with E8M0 scales of 128 x 128
+  kDeepSeekV3Fp8,    // model.layers.L.mlp.experts.X.gate_proj.{weight,weight_scale_inv}
+  kDeepSeekV3Quark,  // the same, MXFP4 with .weight_scale
+  kQwen3Bf16,        // model.layers.L.mlp.experts.X.gate_proj.weight
+  kQwen3Quark,
+  kMixtral,  // model.layers.L.block_sparse_moe.experts.X.w1.weight
+  kKimiK3,   // language_model.model.layers.L.block_sparse_moe.experts.X.w1.weight_packed
+  kGptOss,   // model.layers.L.mlp.experts.gate_up_proj_blocks
 };
 
 struct CheckpointSpec {
+  TestFamily family = TestFamily::kDeepSeekV4;
   int64_t hidden = 256;
   int64_t intermediate = 256;
   int64_t experts = 4;
   int64_t layers = 2;
   int64_t mtp_layers = 1;
-  int64_t hash_layers = 1;  // the first layers, which route by token id
+  int64_t hash_layers = 1;   // the first layers, which route by token id (DeepSeek-V4)
+  int64_t dense_layers = 0;  // the first layers, without experts (DeepSeek-V3, Kimi-K3)
   int64_t vocabulary = 64;
   int files = 3;
-  Dtype weight_dtype = Dtype::kI8;  // I8, U8 or F4
+  Dtype weight_dtype = Dtype::kI8;  // I8, U8 or F4, of DeepSeek-V4
   Dtype scale_dtype = Dtype::kF8E8M0;
   std::string prefix;          // of all names, e.g. "model."
   bool mtp_as_layers = false;  // layers.L instead of mtp.0
@@ -59,6 +78,10 @@ struct CheckpointSpec {
   // Called for each tensor but `extra`; may change it, and drops it by answering false.
   std::function<bool(TestTensor&)> edit;
 };
+
+// A small checkpoint of the family, with the prefix that its names have and, where the family knows
+// them, a dense and an MTP layer.
+CheckpointSpec FamilySpec(TestFamily family);
 
 // 0.45 GB with the real extents of one V4-Pro expert: 4 experts, 2 layers + 1 MTP layer.
 CheckpointSpec QuickstartSpec();

@@ -1,15 +1,19 @@
-// make-checkpoint: writes a DeepSeek-V4 shaped checkpoint for demonstrations and measurements.
+// make-checkpoint: writes a checkpoint for demonstrations and measurements, DeepSeek-V4 shaped or
+// small in the naming of another family.
 //
-//   make-checkpoint --out DIR [--preset tiny|quickstart|v4-pro] [--hidden N] [--intermediate N]
+//   make-checkpoint --out DIR [--preset tiny|quickstart|v4-pro|FAMILY] [--hidden N]
+//                   [--intermediate N]
 //                   [--experts N] [--layers N] [--mtp-layers N] [--files N] [--vocabulary N]
 //                   [--weight-dtype I8|U8|F4] [--scale-dtype F8_E8M0|U8] [--prefix P]
 //                   [--noindex] [--sparse|--dense]
 //
+// FAMILY: v4-fp8, v3-fp8, v3-quark, qwen3-bf16, qwen3-quark, mixtral, kimi-k3, gpt-oss.
 // A preset gives every number; flags change it. --sparse writes real headers over data that takes
 // no disk space, and is what v4-pro (805 GiB) does unless --dense is given.
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -23,7 +27,8 @@
 #include "workers/safetensors.h"
 
 ABSL_FLAG(std::string, out, "", "directory to write into");
-ABSL_FLAG(std::string, preset, "quickstart", "tiny, quickstart (0.45 GB) or v4-pro (805 GiB)");
+ABSL_FLAG(std::string, preset, "quickstart",
+          "tiny, quickstart (0.45 GB), v4-pro (805 GiB) or a family");
 ABSL_FLAG(int64_t, hidden, 0, "hidden size, elements");
 ABSL_FLAG(int64_t, intermediate, 0, "intermediate size of a routed expert, elements");
 ABSL_FLAG(int64_t, experts, 0, "routed experts of a layer");
@@ -45,8 +50,17 @@ absl::StatusOr<CheckpointSpec> PresetSpec(const std::string& name) {
   if (name == "tiny") return CheckpointSpec{};
   if (name == "quickstart") return QuickstartSpec();
   if (name == "v4-pro") return V4ProSpec();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--preset: '", name, "', want tiny, quickstart or v4-pro"));
+  constexpr std::pair<const char*, TestFamily> kFamilies[] = {
+      {"v4-fp8", TestFamily::kDeepSeekV4Fp8},     {"v3-fp8", TestFamily::kDeepSeekV3Fp8},
+      {"v3-quark", TestFamily::kDeepSeekV3Quark}, {"qwen3-bf16", TestFamily::kQwen3Bf16},
+      {"qwen3-quark", TestFamily::kQwen3Quark},   {"mixtral", TestFamily::kMixtral},
+      {"kimi-k3", TestFamily::kKimiK3},           {"gpt-oss", TestFamily::kGptOss}};
+  std::string known = "tiny, quickstart, v4-pro";
+  for (const auto& [family, id] : kFamilies) {
+    if (name == family) return FamilySpec(id);
+    absl::StrAppend(&known, ", ", family);
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--preset: '", name, "', want ", known));
 }
 
 absl::Status CheckSpec(const CheckpointSpec& spec) {
@@ -87,7 +101,7 @@ absl::StatusOr<CheckpointSpec> SpecFromFlags() {
   spec.files = static_cast<int>(files);
   SP_ASSIGN_OR_RETURN(spec.weight_dtype, ParseDtype(absl::GetFlag(FLAGS_weight_dtype)));
   SP_ASSIGN_OR_RETURN(spec.scale_dtype, ParseDtype(absl::GetFlag(FLAGS_scale_dtype)));
-  spec.prefix = absl::GetFlag(FLAGS_prefix);
+  if (!absl::GetFlag(FLAGS_prefix).empty()) spec.prefix = absl::GetFlag(FLAGS_prefix);
   spec.with_index = absl::GetFlag(FLAGS_index);
   if (absl::GetFlag(FLAGS_sparse) && absl::GetFlag(FLAGS_dense)) {
     return absl::InvalidArgumentError("--sparse and --dense exclude each other");

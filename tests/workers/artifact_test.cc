@@ -38,7 +38,7 @@ void ExpectStatus(const absl::Status& status, absl::StatusCode code, const std::
 }
 
 DestinationState Inspect(TestArtifact& artifact) {
-  auto state = InspectDestination(artifact.plan(), artifact.destination());
+  auto state = InspectDestination(artifact.plan(), artifact.source(), artifact.destination());
   EXPECT_TRUE(state.ok()) << state.status();
   return state.ok() ? *state : DestinationState();
 }
@@ -485,8 +485,9 @@ TEST(InspectDestination, NamesThatNobodyAccountsForAreRefused) {
     TestArtifact artifact;
     std::filesystem::create_directories(artifact.destination_path());
     WriteFileBytes(artifact.Path(name), "{\"written\": \"by somebody else\"}");
-    ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
-                 absl::StatusCode::kFailedPrecondition, name);
+    ExpectStatus(
+        InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+        absl::StatusCode::kFailedPrecondition, name);
     EXPECT_THAT(artifact.Keys(), ElementsAre(name));
   }
 }
@@ -497,7 +498,8 @@ TEST(InspectDestination, AnotherArtefactIsRefusedWithWhatDiffers) {
   artifact.Replan([](v1::PrepJobSpec& spec) {
     spec.mutable_targets(0)->mutable_kernel_target()->set_profile("aiter-interleaved");
   });
-  const absl::Status status = InspectDestination(artifact.plan(), artifact.destination()).status();
+  const absl::Status status =
+      InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status();
   ExpectStatus(status, absl::StatusCode::kFailedPrecondition,
                "gate_mode is SEPARATED, want INTERLEAVE");
 }
@@ -507,8 +509,9 @@ TEST(InspectDestination, AnArtefactOfAChangedSourceIsRefusedWithTheFile) {
   artifact.Make();
   FlipBits(artifact.SourcePath("model-00002-of-00002.safetensors"), -1);
   artifact.Replan();
-  ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
-               absl::StatusCode::kFailedPrecondition, "model-00002-of-00002.safetensors is ");
+  ExpectStatus(
+      InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+      absl::StatusCode::kFailedPrecondition, "model-00002-of-00002.safetensors is ");
 }
 
 // A shard that somebody deleted: the result is looked at again, and made again.
@@ -537,8 +540,9 @@ TEST(InspectDestination, ACopiedFileThatSomebodyChangedIsNotOverwritten) {
   TestArtifact artifact;
   artifact.Make();
   FlipBits(artifact.Path("config.json"), 0);
-  ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
-               absl::StatusCode::kFailedPrecondition, "config.json");
+  ExpectStatus(
+      InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+      absl::StatusCode::kFailedPrecondition, "config.json");
 }
 
 TEST(IsRecorded, NeedsRecordTokenAndTheVeryObject) {
@@ -608,19 +612,52 @@ TEST(ReadManifest, AnEditedManifestIsRefused) {
 // A listing shows objects only; names can be taken by other things, which a rename would replace.
 TEST(InspectDestination, NamesTakenByOtherThingsThanObjectsClash) {
   for (const char* name : {"model-rank-0-part-0.safetensors", "config.json", "manifest.json"}) {
-    for (const char* kind : {"link", "pipe"}) {
+    for (const char* kind : {"link", "pipe", "directory"}) {
       SCOPED_TRACE(std::string(name) + " " + kind);
       TestArtifact artifact;
       const std::string path = artifact.Path(name);
       std::filesystem::create_directories(artifact.Path(""));
       if (kind[0] == 'l') std::filesystem::create_symlink("/dev/null", path);
+      if (kind[0] == 'd') std::filesystem::create_directory(path);
       if (kind[0] == 'p') {
         ASSERT_EQ(::mkfifo(path.c_str(), 0600), 0);
       }
-      ExpectStatus(InspectDestination(artifact.plan(), artifact.destination()).status(),
-                   absl::StatusCode::kFailedPrecondition, name);
+      ExpectStatus(
+          InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+          absl::StatusCode::kFailedPrecondition, name);
     }
   }
+}
+
+// Before the first write, not at the commit after hours of work.
+TEST(InspectDestination, AnotherFileInPlaceOfACopiedOneIsRefused) {
+  for (const bool equal_size : {false, true}) {
+    TestArtifact artifact;
+    std::string text = ReadFileBytes(artifact.SourcePath("config.json"));
+    if (equal_size) text[0] = ' ';
+    if (!equal_size) text += ' ';
+    std::filesystem::create_directories(artifact.Path(""));
+    WriteFileBytes(artifact.Path("config.json"), text);
+    ExpectStatus(
+        InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+        absl::StatusCode::kFailedPrecondition, "is not the source's file");
+    WriteFileBytes(artifact.Path("config.json"), ReadFileBytes(artifact.SourcePath("config.json")));
+    EXPECT_EQ(Inspect(artifact).kind, Kind::kFresh);
+  }
+}
+
+TEST(InspectDestination, ARecordedPartThatIsDamagedIsCalledSo) {
+  TestArtifact artifact;
+  ASSERT_TRUE(artifact.PrepareRegionOf(0).ok());
+  const std::string key = ObjectKey(RankPart{.rank = 0, .part = 0});
+  const int64_t size = artifact.destination().Head(key)->size_bytes;
+  std::filesystem::resize_file(artifact.Path(key), 4096);
+  ExpectStatus(
+      InspectDestination(artifact.plan(), artifact.source(), artifact.destination()).status(),
+      absl::StatusCode::kFailedPrecondition, "not the part that was recorded: 4096 bytes");
+  std::filesystem::remove(artifact.Path(key));
+  EXPECT_GT(size, 4096);
+  EXPECT_EQ(Inspect(artifact).kind, Kind::kResumable);  // the other rank's
 }
 
 // -- Cancel --

@@ -3,6 +3,7 @@
 #include "workers/checkpoint.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -14,10 +15,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/status_macros.h"
+#include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
 #include "workers/digest.h"
@@ -35,14 +38,14 @@ constexpr char kIndexName[] = "model.safetensors.index.json";
 constexpr char kConfig[] = R"({"model_type":"m"})";
 
 // Passes everything on and notes which objects were opened and how much of them was read.
-class WatchedStore : public ObjectStore {
+class WatchedStore : public ForwardingStore {
  public:
-  explicit WatchedStore(std::unique_ptr<ObjectStore> store) : store_(std::move(store)) {}
+  explicit WatchedStore(std::unique_ptr<ObjectStore> store)
+      : ForwardingStore(store.get()), store_(std::move(store)) {}
 
   std::set<std::string> opened;
   std::map<std::string, int64_t> end_of_reads;
 
-  absl::StatusOr<ObjectInfo> Head(const std::string& key) override { return store_->Head(key); }
   absl::StatusOr<std::unique_ptr<ObjectReader>> Open(const std::string& key) override {
     opened.insert(key);
     auto reader = store_->Open(key);
@@ -52,9 +55,6 @@ class WatchedStore : public ObjectStore {
   absl::StatusOr<std::string> Get(const std::string& key, int64_t max_bytes) override {
     opened.insert(key);
     return store_->Get(key, max_bytes);
-  }
-  absl::StatusOr<std::vector<ObjectEntry>> List(const std::string& prefix) override {
-    return store_->List(prefix);
   }
   absl::StatusOr<std::unique_ptr<ObjectWriter>> Create(const std::string&,
                                                        const WriteOptions&) override {
@@ -69,10 +69,7 @@ class WatchedStore : public ObjectStore {
     return Written();
   }
   absl::Status Delete(const std::string&) override { return Written(); }
-  int64_t WriteBufferBytes(int64_t) const override { return 0; }
-  absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
   absl::Status CheckWritable() override { return Written(); }
-  const std::string& uri() const override { return store_->uri(); }
 
  private:
   class Reader : public ObjectReader {
@@ -315,6 +312,96 @@ TEST(ReadCheckpoint, ReadsNoDataOfLargeFiles) {
   ASSERT_TRUE(
       (*store.Open("model.safetensors"))->ReadAt(tensor.offset, absl::MakeSpan(bytes)).ok());
   EXPECT_THAT(bytes, ElementsAre('W', 'X', 'Y', 'Z'));
+}
+
+// 64 files cost as many round trips as 4 files in a row, and no more than their beginnings.
+TEST(ReadCheckpoint, HeadersOfSixteenFilesAreRequestedAtOnce) {
+  constexpr int kFiles = 40, kAtOnce = 16;
+  TempDir directory;
+  WriteText(directory / "config.json", kConfig);
+  std::map<std::string, std::string> index;
+  std::vector<std::string> long_names;
+  for (int i = 0; i < 8'000; ++i) long_names.push_back(absl::StrCat("a.name.of.some.length.", i));
+  for (int f = 0; f < kFiles; ++f) {
+    const std::string name = absl::StrCat("m", 100 + f, ".safetensors");
+    const std::string tensor = absl::StrCat("t", 100 + f);
+    index[tensor] = name;
+    std::vector<std::string> names = f == 20 ? long_names : std::vector<std::string>();
+    names.push_back(tensor);
+    WriteText(directory / name, FileOf(names));
+  }
+  WriteText(directory / kIndexName, IndexOf(index));
+
+  const auto store = Store(directory.path());
+  const auto want = ReadCheckpoint(*store);
+  ASSERT_TRUE(want.ok()) << want.status();
+  ASSERT_GT(want->files()[20].data_start, int64_t{512} << 10);
+
+  RequestStore requests(store.get(), 1);
+  std::atomic<int> asked{0};
+  absl::Notification together;
+  requests.before_head = [](const RequestStore::Request& request) {
+    ADD_FAILURE() << request.key << ": the listing has it";
+    return absl::OkStatus();
+  };
+  requests.before_read = [&](const RequestStore::Request&) {
+    if (++asked == kAtOnce) together.Notify();
+    together.WaitForNotification();  // would never come if they waited for each other
+    return absl::OkStatus();
+  };
+  const auto found = ReadCheckpoint(requests);
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_EQ(Names(*found), Names(*want));
+  int64_t bytes = 0, needed = 0;
+  for (const RequestStore::Request& request : requests.Reads()) bytes += request.size_bytes;
+  for (size_t f = 0; f < want->files().size(); ++f) {
+    const CheckpointFile& file = want->files()[f];
+    EXPECT_EQ(found->files()[f].header_sha256, file.header_sha256);
+    needed += std::max(file.data_start, std::min(file.size_bytes, int64_t{512} << 10));
+  }
+  EXPECT_EQ(bytes, needed);
+  EXPECT_EQ(requests.Reads().size(), kFiles + 1u);  // one file has a long header
+}
+
+TEST(ReadCheckpoint, WhichErrorIsReportedDoesNotDependOnTheOrderOfAnswers) {
+  struct Case {
+    std::string unreadable;  // file whose header cannot be requested
+    std::string want;
+  };
+  for (const Case& c : {Case{"d.safetensors", "c.safetensors: "}, Case{"b.safetensors", "b.safe"},
+                        Case{"a.safetensors", "a.safe"}, Case{"", "c.safetensors: "}}) {
+    SCOPED_TRACE(c.unreadable);
+    TempDir directory;
+    WriteText(directory / "config.json", kConfig);
+    for (const char* name : {"a", "b", "d", "f"}) {
+      WriteText(directory / absl::StrCat(name, ".safetensors"), FileOf({name}));
+    }
+    WriteText(directory / "c.safetensors", "no header");
+    WriteText(directory / "e.safetensors", "");
+    const auto store = Store(directory.path());
+    const auto answer = [&](const RequestStore::Request& request) -> absl::Status {
+      if (request.key == c.unreadable) return absl::UnavailableError(request.key + ": 503");
+      return absl::OkStatus();
+    };
+    RequestStore in_turn(store.get(), 0);
+    in_turn.before_read = answer;
+    const absl::Status want = ReadCheckpoint(in_turn).status();
+    EXPECT_EQ(std::string(want.message()).rfind(c.want, 0), 0u) << want;
+
+    RequestStore at_once(store.get(), 1);
+    std::atomic<int> others{0};
+    absl::Notification rest;
+    at_once.before_read = [&](const RequestStore::Request& request) {
+      // The first files answer last. The empty file e is not read.
+      if (request.key >= "d") {
+        if (++others == 2) rest.Notify();
+      } else {
+        rest.WaitForNotification();
+      }
+      return answer(request);
+    };
+    EXPECT_EQ(ReadCheckpoint(at_once).status(), want);
+  }
 }
 
 TEST(ReadCheckpoint, IndexDecidesBetweenTwoFilesWithOneName) {
@@ -691,7 +778,7 @@ TEST(TestCheckpoint, BytesTellPlacesApart) {
   int64_t count = 0;
   for (int64_t layer = 0; layer < 3; ++layer) {
     for (int64_t expert = 0; expert < 3; ++expert) {
-      for (int kind = 0; kind < kExpertTensorCount; ++kind) {
+      for (int kind = kGateWeight; kind <= kDownScale; ++kind) {
         for (int64_t row = 0; row < 40; ++row) {
           for (int64_t column = 0; column < 64; column += 16) {
             std::string bytes;

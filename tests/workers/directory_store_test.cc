@@ -12,6 +12,8 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <limits>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -22,6 +24,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -81,7 +84,7 @@ std::vector<std::string> Tree(const std::string& root) {
 absl::StatusOr<ObjectInfo> Stream(ObjectStore& store, const std::string& key,
                                   const std::string& bytes, int64_t reserve,
                                   const CommitGate& gate = CommitGate()) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store.WriteBufferBytes(reserve)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store.WriteBufferBytes(1 << 30, reserve)));
   auto writer = store.Create(key, {static_cast<int64_t>(bytes.size()), absl::MakeSpan(buffer)});
   if (!writer.ok()) return writer.status();
   for (size_t at = 0; at < bytes.size();) {
@@ -133,20 +136,31 @@ class FaultyOps : public FileOps {
   int pwrite_errno = 0;
   int64_t pwrite_fails_after_bytes = 0;
   int file_fsync_errno = 0;
+  int fsync_failures = std::numeric_limits<int>::max();
   int directory_fsync_errno = 0;
   int close_errno = 0;
   int link_errno = 0;
   bool link_carried_out_all_the_same = false;
   int pread_errno = 0;
+  int pread_failures = std::numeric_limits<int>::max();  // of as many calls
+  std::function<void()> during_sleep;
   // Short counts and interruptions.
   bool stutter = false;
   bool drop_writes = false;
 
   std::vector<std::string> log;
   int64_t pwrite_calls = 0;
+  std::vector<absl::Duration> sleeps;
 
+  void Sleep(absl::Duration duration) override {
+    sleeps.push_back(duration);
+    if (during_sleep) during_sleep();
+  }
   ssize_t Pread(int fd, void* buffer, size_t size, off_t offset) override {
-    if (pread_errno != 0) return Fail(pread_errno);
+    if (pread_errno != 0 && pread_failures > 0) {
+      --pread_failures;
+      return Fail(pread_errno);
+    }
     if (!Stutter(&size)) return Fail(EINTR);
     return FileOps::Pread(fd, buffer, size, offset);
   }
@@ -175,7 +189,10 @@ class FaultyOps : public FileOps {
     if (is_parent) Log("fsync directory");
     if (!is_directory) Log("fsync file");
     if (is_parent && directory_fsync_errno != 0 && armed) return Fail(directory_fsync_errno);
-    if (!is_directory && file_fsync_errno != 0) return Fail(file_fsync_errno);
+    if (!is_directory && file_fsync_errno != 0 && fsync_failures > 0) {
+      --fsync_failures;
+      return Fail(file_fsync_errno);
+    }
     return FileOps::Fsync(fd);
   }
   int Close(int fd) override {
@@ -320,7 +337,7 @@ TEST_F(DirectoryFaults, AFullDiskInTheMiddleLeavesTheOldObject) {
 
 TEST_F(DirectoryFaults, AWriterThatFailedStaysFailed) {
   ops_.pwrite_errno = ENOSPC;
-  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 20)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 1 << 20)));
   auto writer = store_->Create("new", {int64_t{2} << 20, absl::MakeSpan(buffer)});
   ASSERT_TRUE(writer.ok());
   ASSERT_THAT((*writer)->Reserve(1 << 20), IsOk());
@@ -389,14 +406,123 @@ TEST_F(DirectoryFaults, ALinkWhoseAnswerWasLostIsOurs) {
   EXPECT_EQ(ReadFile(directory_.path("new")), "ours");
 }
 
-TEST_F(DirectoryFaults, ReadErrorsAreRetryableAndNameTheObject) {
+TEST_F(DirectoryFaults, ReadErrorsThatStayAreRetryableAndNameTheObject) {
   const auto reader = store_->Open("old");
   ASSERT_TRUE(reader.ok());
   uint8_t byte = 0xa5;
-  for (const int error : {EIO, ESTALE}) {
+  for (const int error : {EIO, ESTALE, ETIMEDOUT, EAGAIN}) {
     ops_.pread_errno = error;
+    ops_.sleeps.clear();
     EXPECT_THAT((*reader)->ReadAt(0, {&byte, 1}),
                 HasCodeAndText(absl::StatusCode::kUnavailable, directory_.path("old")));
+    EXPECT_THAT(ops_.sleeps, ElementsAre(absl::Milliseconds(40), absl::Milliseconds(160),
+                                         absl::Milliseconds(640)));
+  }
+  EXPECT_EQ(byte, 0xa5);
+}
+
+TEST_F(DirectoryFaults, ReadErrorsThatWillNotPassAreNotTriedAgain) {
+  const auto reader = store_->Open("old");
+  ASSERT_TRUE(reader.ok());
+  uint8_t byte = 0xa5;
+  for (const auto& [error, code] :
+       std::map<int, absl::StatusCode>{{EACCES, absl::StatusCode::kFailedPrecondition},
+                                       {EINVAL, absl::StatusCode::kFailedPrecondition},
+                                       {ENOMEM, absl::StatusCode::kResourceExhausted}}) {
+    ops_.pread_errno = error;
+    EXPECT_THAT((*reader)->ReadAt(0, {&byte, 1}), HasCodeAndText(code, directory_.path("old")));
+  }
+  EXPECT_THAT(ops_.sleeps, IsEmpty());
+}
+
+TEST_F(DirectoryFaults, AStaleHandleIsOpenedAnewByItsName) {
+  const auto reader = store_->Open("old");
+  ASSERT_TRUE(reader.ok());
+  for (const int error : {ESTALE, EIO}) {
+    ops_.pread_errno = error;
+    ops_.pread_failures = 2;
+    std::string out(9, '?');
+    ASSERT_THAT((*reader)->ReadAt(0, {reinterpret_cast<uint8_t*>(out.data()), 9}), IsOk());
+    EXPECT_EQ(out, "old bytes");
+  }
+  // From then on without a pause, and the version is still the one that was opened.
+  ops_.sleeps.clear();
+  uint8_t byte = 0;
+  EXPECT_THAT((*reader)->ReadAt(4, {&byte, 1}), IsOk());
+  EXPECT_THAT(ops_.sleeps, IsEmpty());
+  EXPECT_THAT((*reader)->CheckUnchanged(), IsOk());
+}
+
+TEST_F(DirectoryFaults, AFileReplacedBehindAReadErrorIsDataLoss) {
+  const auto reader = store_->Open("old");
+  ASSERT_TRUE(reader.ok());
+  ops_.pread_errno = ESTALE;
+  ops_.pread_failures = 1;
+  ops_.during_sleep = [this] {
+    WriteFile(directory_.path("new"), "new bytes");
+    fs::rename(directory_.path("new"), directory_.path("old"));
+  };
+  std::string out(9, '?');
+  EXPECT_THAT((*reader)->ReadAt(0, {reinterpret_cast<uint8_t*>(out.data()), 9}),
+              HasCodeAndText(absl::StatusCode::kDataLoss, "changed while reading"));
+  EXPECT_EQ(out, "?????????");
+}
+
+TEST_F(DirectoryFaults, AFileRemovedBehindAReadErrorIsDataLoss) {
+  const auto reader = store_->Open("old");
+  ASSERT_TRUE(reader.ok());
+  ops_.pread_errno = ESTALE;
+  ops_.during_sleep = [this] { fs::remove(directory_.path("old")); };
+  uint8_t byte = 0xa5;
+  EXPECT_THAT((*reader)->ReadAt(0, {&byte, 1}),
+              HasCodeAndText(absl::StatusCode::kDataLoss, "removed while reading"));
+}
+
+// Rewritten in place while it is read, as an editor without rename does it.
+TEST_F(DirectoryFaults, ASmallObjectIsOneVersionOrDataLoss) {
+  ops_.pread_errno = EIO;
+  ops_.pread_failures = 1;
+  ops_.during_sleep = [this] {
+    const int fd = ::open(directory_.path("old").c_str(), O_WRONLY | O_CLOEXEC);
+    ASSERT_EQ(::pwrite(fd, "OLD", 3, 0), 3);
+    const timespec times[2] = {{0, UTIME_OMIT}, {1'000'000'000, 5}};
+    ASSERT_EQ(::futimens(fd, times), 0);
+    ::close(fd);
+  };
+  EXPECT_THAT(store_->Get("old", 100).status(),
+              HasCodeAndText(absl::StatusCode::kDataLoss, "changed while reading"));
+  ops_.during_sleep = nullptr;
+  EXPECT_EQ(store_->Get("old", 100).value(), "OLD bytes");
+}
+
+// After a failed write-back the kernel takes the pages for clean: only new bytes in a new file are
+// an attempt.
+TEST_F(DirectoryFaults, AFailedFsyncIsNotAskedAgain) {
+  ops_.file_fsync_errno = EIO;
+  ops_.fsync_failures = 1;
+  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(100, 100)));
+  auto writer = store_->Create("old", {100, absl::MakeSpan(buffer)});
+  ASSERT_TRUE(writer.ok());
+  ASSERT_TRUE((*writer)->Reserve(100).ok());
+  ASSERT_THAT((*writer)->Advance(100), IsOk());
+  EXPECT_THAT((*writer)->Commit(CommitGate()), HasCode(absl::StatusCode::kUnavailable));
+  EXPECT_THAT((*writer)->Commit(CommitGate()), HasCode(absl::StatusCode::kFailedPrecondition));
+  writer->reset();
+  ExpectOnlyOld();
+  EXPECT_THAT(Stream(*store_, "old", PositionBytes(100), 100), IsOk());
+  EXPECT_EQ(ReadFile(directory_.path("old")), PositionBytes(100));
+}
+
+TEST_F(DirectoryFaults, SpaceThatRunsOutLateKeepsTheNameAway) {
+  for (const int error : {ENOSPC, EDQUOT}) {
+    ops_.file_fsync_errno = error;
+    ExpectFailure(absl::StatusCode::kResourceExhausted, "fsync");
+    ExpectPutFailure(absl::StatusCode::kResourceExhausted, "fsync");
+    ops_.file_fsync_errno = 0;
+    ops_.close_errno = error;
+    ExpectFailure(absl::StatusCode::kResourceExhausted, "close");
+    ExpectPutFailure(absl::StatusCode::kResourceExhausted, "close");
+    ops_.close_errno = 0;
   }
 }
 
@@ -676,7 +802,7 @@ TEST_F(DirectoryDestination, WhatAKilledWriterLeftIsListedAndDeletable) {
 }
 
 TEST_F(DirectoryDestination, CleaningUpFencesAWriterThatIsStillAlive) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(10)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 10)));
   auto writer = store_->Create("part", {10, absl::MakeSpan(buffer)});
   ASSERT_TRUE(writer.ok());
   ASSERT_THAT((*writer)->Reserve(10), IsOk());
@@ -728,7 +854,7 @@ TEST_F(DirectoryDestination, ADirectoryPrunedBeforeTheRenameIsMadeAgain) {
 }
 
 TEST_F(DirectoryDestination, AnAbandonedFirstWriteLeavesOnlyTheRoot) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(10)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 10)));
   {
     ASSERT_THAT(store_->Create("sub/part", {1000, absl::MakeSpan(buffer)}), IsOk());
   }
@@ -774,6 +900,24 @@ TEST_F(DirectoryDestination, ADirectoryInTheWayIsAPrecondition) {
               HasCodeAndText(absl::StatusCode::kFailedPrecondition, "not a directory"));
   EXPECT_THAT(store_->Put(std::string(300, 'n'), "x", CommitGate()),
               HasCode(absl::StatusCode::kInvalidArgument));
+}
+
+// A key's place may be free, an object's, or taken by what no write replaces.
+TEST_F(DirectoryDestination, WhatStandsInTheWayIsNamed) {
+  WriteFile(directory_.path("object"), "x");
+  fs::create_directory(directory_.path("folder"));
+  fs::create_symlink("nowhere", directory_.path("link"));
+  ASSERT_EQ(::mkfifo(directory_.path("pipe").c_str(), 0600), 0);
+  const auto store = MustOpen({directory_.path(), true, {}, nullptr});
+  for (const char* key : {"object", "link", "free", "free/below"}) {
+    EXPECT_THAT(store->CheckNotObstructed(key), IsOk()) << key;
+  }
+  for (const auto& [key, text] : std::map<std::string, std::string>{{"folder", "a directory"},
+                                                                    {"pipe", "not a regular file"},
+                                                                    {"object/x", "below a file"}}) {
+    EXPECT_THAT(store->CheckNotObstructed(key),
+                HasCodeAndText(absl::StatusCode::kFailedPrecondition, text));
+  }
 }
 
 TEST_F(DirectoryDestination, AReplacedObjectKeepsItsPermissions) {

@@ -1,7 +1,5 @@
-// Public reports whose input a DeepSeek-V4 checkpoint cannot be are left to the families that can:
-// fused 3-D experts, gate and up interleaved in one tensor, biases, per-layer quantisation entries
-// in config.json (V4 has none; what tensors are is read from their dtype and shape). An MTP layer
-// of another dtype is not prepared by another rule here: it is refused when a job includes it.
+// An MTP layer of another dtype than the experts of the other layers is not prepared by a rule of
+// its own: it is refused when a job includes it.
 #include "workers/family.h"
 
 #include <algorithm>
@@ -105,7 +103,7 @@ void ExpectComplete(const Recognized& recognized, const CheckpointSpec& spec) {
   for (const MoeLayer& layer : moe.layers) {
     ASSERT_EQ(static_cast<int64_t>(layer.experts.size()), spec.experts);
     for (int64_t expert = 0; expert < spec.experts; ++expert) {
-      for (int kind = 0; kind < kExpertTensorCount; ++kind) {
+      for (int kind = kGateWeight; kind <= kDownScale; ++kind) {
         const int32_t index =
             layer.experts[static_cast<size_t>(expert)].at(static_cast<size_t>(kind));
         const TestTensor& tensor = by_name[recognized.Name(index)];
@@ -272,9 +270,9 @@ TEST(RecognizeFamily, ConfigMustAgreeWithTheTensors) {
     std::vector<std::string> parts;
   } kCases[] = {
       {"model_type",
-       R"("deepseek_v3")",
+       R"("deepseek_v2")",
        absl::StatusCode::kFailedPrecondition,
-       {"unknown model family", "'deepseek_v3'", "looked for deepseek_v4",
+       {"unknown model family", "'deepseek_v2'", "looked for deepseek_v4",
         "layers.L.ffn.experts.X.w1.weight"}},
       {"model_type", "", absl::StatusCode::kFailedPrecondition, {"no model_type", "deepseek_v4"}},
       {"model_type", "4", absl::StatusCode::kInvalidArgument, {"model_type: want a string"}},
@@ -608,6 +606,170 @@ TEST(RecognizeFamily, CheckpointsWithoutMtpNeedNone) {
     EXPECT_TRUE(recognized.moe->mtp_status.ok()) << recognized.moe->mtp_status;
     EXPECT_EQ(recognized.moe->mtp_layers, 0);
   }
+}
+
+struct FamilyCase {
+  TestFamily family;
+  const char* id;
+  const char* format;
+  const char* activation;
+  const char* engine_prefix;
+  int64_t block_size;
+};
+
+constexpr FamilyCase kFamilies[] = {
+    {TestFamily::kDeepSeekV4, "deepseek_v4", "mxfp4", "SILU", "model.", 32},
+    {TestFamily::kDeepSeekV4Fp8, "deepseek_v4", "fp8-block-e8m0", "SILU", "model.", 128},
+    {TestFamily::kDeepSeekV3Fp8, "deepseek_v3", "fp8-block-f32", "SILU", "model.", 128},
+    {TestFamily::kDeepSeekV3Quark, "deepseek_v3", "mxfp4-quark", "SILU", "model.", 32},
+    {TestFamily::kQwen3Bf16, "qwen3_moe", "bf16", "SILU", "model.", 0},
+    {TestFamily::kQwen3Quark, "qwen3_moe", "mxfp4-quark", "SILU", "model.", 32},
+    {TestFamily::kMixtral, "mixtral", "bf16", "SILU", "model.", 0},
+    {TestFamily::kKimiK3, "kimi_k3", "mxfp4-compressed-tensors", "SITU", "language_model.model.",
+     32},
+    {TestFamily::kGptOss, "gpt_oss", "mxfp4-gpt-oss", "SWIGLUOAI", "model.", 32},
+};
+
+TEST(RecognizeFamily, EveryFamilyIsKnownByItsModelTypeAndItsTensors) {
+  for (const FamilyCase& c : kFamilies) {
+    SCOPED_TRACE(c.format);
+    const CheckpointSpec spec = FamilySpec(c.family);
+    const Recognized recognized(spec);
+    ASSERT_TRUE(recognized.moe.ok()) << recognized.moe.status();
+    const MoeCheckpoint& moe = *recognized.moe;
+    EXPECT_EQ(moe.family, c.id);
+    EXPECT_EQ(std::string(moe.format->id), c.format);
+    EXPECT_EQ(moe.activation, c.activation);
+    EXPECT_EQ(moe.engine_prefix, c.engine_prefix);
+    EXPECT_EQ(moe.block_size, c.block_size);
+    EXPECT_EQ(moe.hidden, spec.hidden);
+    EXPECT_EQ(moe.intermediate, spec.intermediate);
+    EXPECT_EQ(moe.experts, spec.experts);
+    EXPECT_EQ(moe.mtp_layers, spec.mtp_layers);
+    EXPECT_TRUE(moe.mtp_status.ok()) << moe.mtp_status;
+    // Dense layers have no experts, and every tensor is in one place.
+    ASSERT_EQ(static_cast<int64_t>(moe.layers.size()),
+              spec.layers - spec.dense_layers + spec.mtp_layers);
+    EXPECT_EQ(moe.layers.front().layer, spec.dense_layers);
+    size_t seen = moe.others.size();
+    for (const MoeLayer& layer : moe.layers) seen += layer.Tensors().size();
+    EXPECT_EQ(static_cast<int64_t>(seen), recognized.checkpoint->tensors().size());
+  }
+}
+
+// Each tensor is held against the format of the first expert.
+TEST(RecognizeFamily, MixedFormatsAreRefusedByTensor) {
+  const std::string expert = "model.layers.1.mlp.experts.1.";
+  const struct {
+    TestFamily family;
+    Edit edit;
+    std::vector<std::string> parts;
+  } kCases[] = {
+      {TestFamily::kDeepSeekV3Fp8,
+       Reshaping(expert + "up_proj.weight", Dtype::kBF16, {256, 256}),
+       {expert + "up_proj.weight: BF16 [256,256]: want FP8 in blocks: F8_E4M3"}},
+      {TestFamily::kQwen3Bf16,
+       Reshaping(expert + "up_proj.weight", Dtype::kF8E4M3, {256, 256}),
+       {expert + "up_proj.weight: F8_E4M3 [256,256]: want BF16: BF16"}},
+      {TestFamily::kDeepSeekV3Fp8,
+       Reshaping(expert + "up_proj.weight_scale_inv", Dtype::kF32, {256, 1}),
+       {"1 columns, want 2: one scale for 128 of 256 elements"}},
+      {TestFamily::kDeepSeekV3Fp8,
+       Reshaping(expert + "down_proj.weight_scale_inv", Dtype::kBF16, {2, 2}),
+       {"want F32 scales: F32"}},
+      {TestFamily::kDeepSeekV3Fp8,
+       [](TestTensor& t) {
+         if (t.place) t.dtype = Dtype::kI32;
+         return true;
+       },
+       {"gate_proj.weight: I32", "want FP8 in blocks: F8_E4M3 or MXFP4: U8, I8, F4 or BF16: BF16"}},
+      {TestFamily::kKimiK3,
+       [](TestTensor& t) {
+         if (t.place && t.place->kind == kUpWeight) t.dtype = Dtype::kI32;
+         return true;
+       },
+       {"w3.weight_packed: I32", "want MXFP4: U8"}},
+      {TestFamily::kGptOss,
+       Reshaping("model.layers.1.mlp.experts.gate_up_proj_blocks", Dtype::kU8, {4, 512, 4, 32}),
+       {"gate_up_proj_blocks: U8 [4,512,4,32]: want blocks of 16 bytes"}},
+      {TestFamily::kGptOss,
+       Reshaping("model.layers.1.mlp.experts.down_proj_blocks", Dtype::kU8, {4, 256, 4, 16}),
+       {"down_proj_blocks: U8 [4,256,4,16]: want [256,128]", "intermediate 256"}},
+      {TestFamily::kGptOss,
+       Reshaping("model.layers.1.mlp.experts.down_proj_bias", Dtype::kF32, {4, 256}),
+       {"down_proj_bias: F32 [4,256]: want BF16"}},
+      {TestFamily::kGptOss,
+       Reshaping("model.layers.1.mlp.experts.gate_up_proj_scales", Dtype::kU8, {3, 512, 8}),
+       {"gate_up_proj_scales", "num_local_experts 4"}},
+  };
+  for (const auto& c : kCases) {
+    SCOPED_TRACE(c.parts.front());
+    CheckpointSpec spec = FamilySpec(c.family);
+    spec.dense_layers = 0;
+    spec.edit = c.edit;
+    ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument, c.parts);
+  }
+}
+
+TEST(RecognizeFamily, AFormatWithoutScalesRefusesThem) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kQwen3Bf16);
+  spec.extra = {{.name = "model.layers.1.mlp.experts.0.gate_proj.weight_scale",
+                 .dtype = Dtype::kF32,
+                 .shape = {1},
+                 .place = std::nullopt,
+                 .file = 1}};
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument,
+              {"gate_proj.weight_scale: F32 [1]: is a scale, but the routed experts are BF16"});
+}
+
+TEST(RecognizeFamily, ExpertsOfALayerThatConfigCallsDenseAreRefused) {
+  for (const TestFamily family : {TestFamily::kDeepSeekV3Fp8, TestFamily::kQwen3Bf16}) {
+    CheckpointSpec spec = FamilySpec(family);
+    spec.config["first_k_dense_replace"] = "2";
+    spec.config["mlp_only_layers"] = "[0,1]";
+    ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument,
+                {"model.layers.1.mlp.experts.0.gate_proj.weight", "layer 1", "dense"});
+  }
+  CheckpointSpec spec = FamilySpec(TestFamily::kQwen3Bf16);
+  spec.config["mlp_only_layers"] = R"(["0"])";
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument,
+              {"mlp_only_layers: want a list of layer numbers"});
+}
+
+TEST(RecognizeFamily, ALayerThatIsNotDenseMustHaveExperts) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kDeepSeekV3Quark);
+  spec.config["first_k_dense_replace"] = "0";
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kFailedPrecondition,
+              {"layer 0, expert 0: no gate_proj weight"});
+}
+
+// Scalars of all experts stay where they are, for all ranks.
+TEST(RecognizeFamily, ScalarsOfExpertsAreCarried) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kDeepSeekV3Quark);
+  const std::string name = "model.layers.1.mlp.experts.3.down_proj.input_scale";
+  spec.extra = {
+      {.name = name, .dtype = Dtype::kF32, .shape = {}, .place = std::nullopt, .file = 1}};
+  const Recognized recognized(spec);
+  ASSERT_TRUE(recognized.moe.ok()) << recognized.moe.status();
+  EXPECT_TRUE(std::any_of(recognized.moe->others.begin(), recognized.moe->others.end(),
+                          [&](const OtherTensor& o) { return recognized.Name(o.tensor) == name; }));
+  spec.extra[0].shape = {2};
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument,
+              {name + ": not a name"});
+}
+
+TEST(RecognizeFamily, ExpertDtypeOfConfigMustBeThatOfTheTensors) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kDeepSeekV4Fp8);
+  spec.config["expert_dtype"] = R"("fp4")";
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kInvalidArgument,
+              {"expert_dtype: 'fp4'", "FP8 in blocks ('fp8')"});
+}
+
+TEST(RecognizeFamily, AMissingStackedTensorIsNamed) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kGptOss);
+  spec.edit = Dropping("model.layers.1.mlp.experts.gate_up_proj_bias");
+  ExpectError(Recognized(spec).moe.status(), absl::StatusCode::kFailedPrecondition,
+              {"layer 1: no model.layers.1.mlp.experts.gate_up_proj_bias"});
 }
 
 }  // namespace

@@ -104,8 +104,8 @@ class FaultyStore : public ObjectStore {
     return store_.PutIfAbsent(key, bytes, gate);
   }
   absl::Status Delete(const std::string& key) override { return store_.Delete(key); }
-  int64_t WriteBufferBytes(int64_t largest_reserve) const override {
-    return store_.WriteBufferBytes(largest_reserve);
+  int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override {
+    return store_.WriteBufferBytes(largest_object, largest_reserve);
   }
   absl::StatusOr<int64_t> FreeBytes() override { return store_.FreeBytes(); }
   absl::Status CheckWritable() override { return store_.CheckWritable(); }

@@ -2,6 +2,7 @@
 
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <set>
 
@@ -151,6 +152,9 @@ TEST_F(JobPlanTest, SpecsThatCannotBeMeantAreRefused) {
       {"source itself",
        [](auto& s) { s.mutable_targets(0)->set_destination_uri(s.source_uri() + "/"); },
        absl::StatusCode::kInvalidArgument},
+      {"root of the file system",
+       [](auto& s) { s.mutable_targets(0)->set_destination_uri("file:///"); },
+       absl::StatusCode::kInvalidArgument},
       {"tensor_parallel_size is not set",
        [](auto& s) { s.mutable_targets(0)->clear_parallel_layout(); },
        absl::StatusCode::kInvalidArgument},
@@ -159,11 +163,6 @@ TEST_F(JobPlanTest, SpecsThatCannotBeMeantAreRefused) {
          s.mutable_targets(0)->mutable_parallel_layout()->set_tensor_parallel_size(0);
        },
        absl::StatusCode::kInvalidArgument},
-      {"expert_parallel_size 8 is not supported",
-       [](auto& s) {
-         s.mutable_targets(0)->mutable_parallel_layout()->set_expert_parallel_size(8);
-       },
-       absl::StatusCode::kUnimplemented},
       {"expert_parallel_size 3 does not divide",
        [](auto& s) {
          s.mutable_targets(0)->mutable_parallel_layout()->set_expert_parallel_size(3);
@@ -182,6 +181,21 @@ TEST_F(JobPlanTest, SpecsThatCannotBeMeantAreRefused) {
        absl::StatusCode::kInvalidArgument},
       {"logical", [](auto& s) { Kernel(s).set_backend("TRITON_UNFUSED"); },
        absl::StatusCode::kFailedPrecondition},
+      {"expert_parallel_size is 1",
+       [](auto& s) { s.mutable_targets(0)->mutable_parallel_layout()->set_redundant_experts(2); },
+       absl::StatusCode::kInvalidArgument},
+      {"expert placement 'random'",
+       [](auto& s) {
+         s.mutable_targets(0)->mutable_parallel_layout()->set_expert_placement("random");
+       },
+       absl::StatusCode::kInvalidArgument},
+      {"leave some of 4",
+       [](auto& s) {
+         s.mutable_targets(0)->mutable_parallel_layout()->set_expert_parallel_size(4);
+       },
+       absl::StatusCode::kInvalidArgument},
+      {"does not read mxfp4 weights", [](auto& s) { Kernel(s).set_backend("AITER_BF16"); },
+       absl::StatusCode::kInvalidArgument},
       {"num_fused_shared_experts 1", [](auto& s) { Kernel(s).set_num_fused_shared_experts(1); },
        absl::StatusCode::kUnimplemented},
       {"num_fused_shared_experts is 2", [](auto& s) { Kernel(s).set_num_fused_shared_experts(2); },
@@ -226,28 +240,101 @@ TEST_F(JobPlanTest, BudgetBelowOneRankStatesTheMinimum) {
   EXPECT_EQ((*once)->summary.read_amplification(), 1);
 }
 
-TEST_F(JobPlanTest, FingerprintIsTheDigestOfItsInputsAndChangesWithThem) {
-  const auto plan = Plan(Spec());
-  EXPECT_EQ(plan->fingerprint, Sha256Hex(plan->fingerprint_inputs));
-  EXPECT_EQ(plan->fingerprint, Plan(Spec())->fingerprint);
-  std::set<std::string> seen = {plan->fingerprint};
-  const std::function<void(v1::PrepJobSpec&)> kChanges[] = {
-      [](auto& s) { s.mutable_targets(0)->mutable_parallel_layout()->set_tensor_parallel_size(4); },
-      [](auto& s) {
-        s.mutable_targets(0)->mutable_parallel_layout()->set_tensor_parallel_size(4);
-        s.mutable_targets(0)->mutable_parallel_layout()->set_data_parallel_size(2);
-      },
-      [](auto& s) { Kernel(s).set_backend("AITER_MXFP4_MXFP4"); },
-      [](auto& s) { Kernel(s).set_profile("logical"); },
-      [](auto& s) { Kernel(s).set_profile("aiter-interleaved"); },
-      [](auto& s) { s.set_include_mtp(true); },
-      [](auto& s) { s.set_carry(v1::CARRY_EXPERTS_ONLY); },
-      [](auto& s) { s.set_part_size_bytes(1 << 20); }};
-  for (const auto& change : kChanges) {
+// One change each; no two of them may give equal fingerprints.
+TEST_F(JobPlanTest, AnySingleInputChangesTheFingerprint) {
+  using Change = std::function<void(v1::PrepJobSpec&)>;
+  const auto parallel = [](v1::PrepJobSpec& s) -> v1::ParallelLayout& {
+    return *s.mutable_targets(0)->mutable_parallel_layout();
+  };
+  const auto policy = [](const std::string& key, int64_t from, int64_t to) {
+    return [=](v1::PrepJobSpec& s) {
+      nlohmann::json table = nlohmann::json::parse(kDefaultAlignmentPolicy);
+      for (nlohmann::json& row : table["rows"]) {
+        if (row["id"] == "aiter-mxfp4-bf16/silu/128" && row[key] == from) row[key] = to;
+      }
+      s.set_alignment_policy_json(table.dump());
+    };
+  };
+  const std::pair<const char*, Change> kChanges[] = {
+      {"nothing", [](auto&) {}},
+      {"tensor parallel size", [&](auto& s) { parallel(s).set_tensor_parallel_size(4); }},
+      {"ranks numbered over dp",
+       [&](auto& s) {
+         parallel(s).set_tensor_parallel_size(4);
+         parallel(s).set_data_parallel_size(2);
+       }},
+      {"expert parallel size", [&](auto& s) { parallel(s).set_expert_parallel_size(2); }},
+      {"placement",
+       [&](auto& s) {
+         parallel(s).set_expert_parallel_size(2);
+         parallel(s).set_expert_placement("round-robin");
+       }},
+      {"redundant experts",
+       [&](auto& s) {
+         parallel(s).set_expert_parallel_size(2);
+         parallel(s).set_redundant_experts(2);
+       }},
+      {"expert map",
+       [&](auto& s) {
+         parallel(s).set_expert_parallel_size(2);
+         parallel(s).add_physical_to_logical(1);
+         parallel(s).add_physical_to_logical(0);
+       }},
+      {"backend", [](auto& s) { Kernel(s).set_backend("AITER_MXFP4_MXFP4"); }},
+      {"activation",
+       [](auto& s) {
+         Kernel(s).set_activation("SITU");
+         Kernel(s).set_force_activation(true);
+       }},
+      {"architecture",
+       [](auto& s) {
+         Kernel(s).set_profile("logical");
+         Kernel(s).set_architecture("gfx942");
+         Kernel(s).set_backend("AITER_MXFP4_BF16");
+       }},
+      {"profile", [](auto& s) { Kernel(s).set_profile("logical"); }},
+      {"gate mode", [](auto& s) { Kernel(s).set_profile("aiter-interleaved"); }},
+      {"intermediate alignment", policy("intermediate", 128, 256)},
+      {"hidden alignment", policy("hidden", 128, 1024)},
+      {"naming", [](auto& s) { s.mutable_targets(0)->set_naming("sglang"); }},
+      {"newer naming", [](auto& s) { s.mutable_targets(0)->set_naming("vllm-routed-experts"); }},
+      {"include MTP", [](auto& s) { s.set_include_mtp(true); }},
+      {"carry", [](auto& s) { s.set_carry(v1::CARRY_EXPERTS_ONLY); }},
+      {"part size", [](auto& s) { s.set_part_size_bytes(1 << 20); }}};
+  std::map<std::string, const char*> seen;
+  for (const auto& [name, change] : kChanges) {
     v1::PrepJobSpec spec = Spec();
     change(spec);
-    EXPECT_TRUE(seen.insert(Plan(spec)->fingerprint).second);
+    const auto plan = Plan(spec);
+    ASSERT_NE(plan, nullptr) << name;
+    EXPECT_EQ(plan->fingerprint, Sha256Hex(plan->fingerprint_inputs));
+    const auto [it, added] = seen.emplace(plan->fingerprint, name);
+    EXPECT_TRUE(added) << name << " and " << it->second;
   }
+}
+
+// Size, name and header of each file; not the bytes of the data, which the source token stands for.
+TEST_F(JobPlanTest, TheSourcesHeadersAreInTheFingerprint) {
+  const auto plan = Plan(Spec());
+  std::set<std::string> seen = {plan->fingerprint};
+  for (const int files : {2, 3}) {
+    ASSERT_TRUE(WriteTestCheckpoint(source_.path(), {.hidden = 7168,
+                                                     .intermediate = 3072,
+                                                     .experts = 2,
+                                                     .layers = 1,
+                                                     .mtp_layers = files == 3 ? 0 : 1,
+                                                     .files = files,
+                                                     .sparse = true})
+                    .ok());
+    EXPECT_TRUE(seen.insert(Plan(Spec())->fingerprint).second) << files;
+  }
+}
+
+// A change of this value is a change of what fingerprints mean: artefacts made before would be made
+// anew. Raise kFormatVersion when it is meant.
+TEST_F(JobPlanTest, TheMeaningOfAFingerprintIsPinned) {
+  EXPECT_EQ(Plan(Spec())->fingerprint,
+            "27fe0ecf130c969ca8e9210c8a810d7649562c15d09c09032d5933cbe46ad942");
 }
 
 TEST_F(JobPlanTest, WhereAndHowAJobRunsIsNotInTheFingerprint) {

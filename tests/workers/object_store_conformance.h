@@ -49,6 +49,9 @@ inline std::string StoreParamName(const testing::TestParamInfo<StoreParam>& info
 // Keeps gtest from printing the parameter as raw bytes.
 inline void PrintTo(const StoreParam& param, std::ostream* out) { *out << param.name; }
 
+// Larger than any piece in which a store moves bytes.
+inline constexpr int64_t kLargeObject = int64_t{256} << 20;
+
 inline absl::Status StatusOf(const absl::Status& status) { return status; }
 template <typename T>
 absl::Status StatusOf(const absl::StatusOr<T>& result) {
@@ -114,7 +117,9 @@ class ObjectStoreConformance : public testing::TestWithParam<StoreParam> {
   // reserved and not advanced over.
   absl::StatusOr<ObjectInfo> Stream(const std::string& key, const std::string& bytes,
                                     int64_t largest, const CommitGate& gate) {
-    std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(largest)), 0xee);
+    std::vector<uint8_t> buffer(
+        static_cast<size_t>(store().WriteBufferBytes(static_cast<int64_t>(bytes.size()), largest)),
+        0xee);
     WriteOptions options;
     options.size_bytes = static_cast<int64_t>(bytes.size());
     options.buffer = absl::MakeSpan(buffer);
@@ -232,7 +237,7 @@ TEST_P(ObjectStoreConformance, ReadsFromManyThreads) {
 }
 
 TEST_P(ObjectStoreConformance, WritesAnySizeInAnyReservations) {
-  const int64_t piece = store().WriteBufferBytes(1);
+  const int64_t piece = store().WriteBufferBytes(kLargeObject, 1);
   uint32_t seed = 0;
   for (const int64_t size :
        {int64_t{0}, int64_t{1}, int64_t{4095}, int64_t{4096}, int64_t{4097}, piece - 1, piece,
@@ -254,7 +259,7 @@ TEST_P(ObjectStoreConformance, WritesAnySizeInAnyReservations) {
 TEST_P(ObjectStoreConformance, AnAbandonedWriteLeavesNothing) {
   MustPut("old", "old bytes");
   const std::vector<std::string> before = Keys("");
-  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(1000)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(kLargeObject, 1000)));
   for (const std::string key : {"old", "new", "sub/new"}) {
     WriteOptions options;
     options.size_bytes = 2 * static_cast<int64_t>(buffer.size());
@@ -322,7 +327,7 @@ TEST_P(ObjectStoreConformance, AnEmptyGateAgrees) {
 }
 
 TEST_P(ObjectStoreConformance, CommitNeedsEveryAnnouncedByte) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(100)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(kLargeObject, 100)));
   WriteOptions options;
   options.size_bytes = 100;
   options.buffer = absl::MakeSpan(buffer);
@@ -345,7 +350,7 @@ TEST_P(ObjectStoreConformance, CommitNeedsEveryAnnouncedByte) {
 }
 
 TEST_P(ObjectStoreConformance, RefusesMoreThanWasAnnouncedOrReserved) {
-  const int64_t buffer_bytes = store().WriteBufferBytes(100);
+  const int64_t buffer_bytes = store().WriteBufferBytes(kLargeObject, 100);
   std::vector<uint8_t> buffer(static_cast<size_t>(buffer_bytes));
   const auto create = [&](int64_t size) {
     WriteOptions options;
@@ -571,7 +576,7 @@ TEST_P(ObjectStoreConformance, KeysMayHoldAnyCharacters) {
 }
 
 TEST_P(ObjectStoreConformance, BadKeysAreRefusedByEveryMethod) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(1)));
+  std::vector<uint8_t> buffer(static_cast<size_t>(store().WriteBufferBytes(kLargeObject, 1)));
   WriteOptions options;
   options.buffer = absl::MakeSpan(buffer);
   for (const std::string& key :
@@ -610,7 +615,9 @@ TEST_P(ObjectStoreConformance, TellsFreeSpaceAndBufferNeeds) {
   ASSERT_TRUE(free.ok());
   EXPECT_GT(*free, 0);
   for (const int64_t reserve : {int64_t{0}, int64_t{1}, int64_t{100'000}, int64_t{64} << 20}) {
-    EXPECT_GE(store().WriteBufferBytes(reserve), reserve);
+    for (const int64_t object : {reserve, kLargeObject, int64_t{1} << 42}) {
+      EXPECT_GE(store().WriteBufferBytes(object, reserve), reserve);
+    }
   }
   EXPECT_FALSE(store().uri().empty());
 }

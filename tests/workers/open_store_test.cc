@@ -135,7 +135,7 @@ TEST(OpenStore, OpensDirectoriesByPathAndByFileUri) {
 TEST(OpenStore, SaysWhatItCannotOpen) {
   EXPECT_EQ(OpenStore("relative", {}).status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(OpenStore("http://host/x", {}).status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(OpenStore("s3://bucket/x", {}).status().code(), absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(OpenStore("s3://bucket/x", {}).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 }  // namespace

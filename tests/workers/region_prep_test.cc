@@ -3,13 +3,17 @@
 #include <algorithm>
 #include <fstream>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/layout.h"
+#include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
 #include "workers/artifact.h"
@@ -278,6 +282,25 @@ TEST_F(RegionPrepTest, ARefusedGateLeavesNoPart) {
   EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
 }
 
+// Space that ends between a part and its record.
+class NoRecordsStore : public ForwardingStore {
+ public:
+  using ForwardingStore::ForwardingStore;
+  absl::StatusOr<ObjectInfo> Put(const std::string& key, const std::string&,
+                                 const CommitGate&) override {
+    return absl::ResourceExhaustedError(key + ": no space");
+  }
+};
+
+TEST_F(RegionPrepTest, APartThatCannotBeRecordedIsRemoved) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  NoRecordsStore no_records(destination_store_.get());
+  RegionTask task = Task(0, 2, Budget(4, 2));
+  task.destination = &no_records;
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
 TEST_F(RegionPrepTest, StopEndsTheWorkAndLeavesNoPart) {
   Plan(Spec(4, "aiter-separated", destination_ / "out"));
   const std::atomic<bool> stop{true};
@@ -314,11 +337,12 @@ class SwappingReader : public ObjectReader {
   std::function<void()> swap_;
 };
 
-class SwappingStore : public ObjectStore {
+class SwappingStore : public ForwardingStore {
  public:
-  SwappingStore(ObjectStore* store, std::string root) : store_(store), root_(std::move(root)) {}
+  SwappingStore(ObjectStore* store, std::string root)
+      : ForwardingStore(store), root_(std::move(root)) {}
   absl::StatusOr<std::unique_ptr<ObjectReader>> Open(const std::string& key) override {
-    auto reader = store_->Open(key);
+    auto reader = ForwardingStore::Open(key);
     if (!reader.ok()) return reader.status();
     return std::make_unique<SwappingReader>(std::move(*reader), [path = root_ + "/" + key] {
       const std::string copy = ReadFile(path);
@@ -326,33 +350,8 @@ class SwappingStore : public ObjectStore {
       std::filesystem::rename(path + ".new", path);  // same bytes, another file
     });
   }
-  absl::StatusOr<ObjectInfo> Head(const std::string& key) override { return store_->Head(key); }
-  absl::StatusOr<std::string> Get(const std::string& key, int64_t max) override {
-    return store_->Get(key, max);
-  }
-  absl::StatusOr<std::vector<ObjectEntry>> List(const std::string& p) override {
-    return store_->List(p);
-  }
-  absl::StatusOr<std::unique_ptr<ObjectWriter>> Create(const std::string& key,
-                                                       const WriteOptions& o) override {
-    return store_->Create(key, o);
-  }
-  absl::StatusOr<ObjectInfo> Put(const std::string& key, const std::string& bytes,
-                                 const CommitGate& gate) override {
-    return store_->Put(key, bytes, gate);
-  }
-  absl::StatusOr<ObjectInfo> PutIfAbsent(const std::string& key, const std::string& bytes,
-                                         const CommitGate& gate) override {
-    return store_->PutIfAbsent(key, bytes, gate);
-  }
-  absl::Status Delete(const std::string& key) override { return store_->Delete(key); }
-  int64_t WriteBufferBytes(int64_t n) const override { return store_->WriteBufferBytes(n); }
-  absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
-  absl::Status CheckWritable() override { return store_->CheckWritable(); }
-  const std::string& uri() const override { return store_->uri(); }
 
  private:
-  ObjectStore* store_;
   std::string root_;
 };
 
@@ -395,6 +394,236 @@ TEST_F(RegionPrepTest, NativeCrcRunsOverTheSourceBytesInTheirOwnOrder) {
             .ok());
     EXPECT_EQ(record.file().tensors(0).native_crc32c(),
               absl::StrCat(absl::Hex(Crc32c(0, native), absl::kZeroPad8)));
+  }
+}
+
+// A source whose reads are requests, beside the same source as a directory.
+class RequestedSourceTest : public RegionPrepTest {
+ protected:
+  // Plans for this source, as PlanJob does where it opens such a store.
+  void PlanForRequests(const v1::PrepJobSpec& spec, int64_t preferred_read_bytes) {
+    Plan(spec);
+    requests_ = std::make_unique<RequestStore>(source_store_.get(), preferred_read_bytes);
+    auto plan = std::make_shared<JobPlan>(*plan_);
+    plan->memory = MemoryNeedOf(plan->slices, *requests_, *destination_store_);
+    plan_ = std::move(plan);
+  }
+
+  RegionTask RequestTask(int32_t region, int32_t threads, int64_t memory_bytes) {
+    RegionTask task = Task(region, threads, memory_bytes);
+    task.source = requests_.get();
+    return task;
+  }
+
+  absl::Status PrepareAllFromRequests(int32_t threads, int64_t memory_bytes) {
+    for (size_t region = 0; region < plan_->slices.regions().size(); ++region) {
+      const absl::Status status = PrepareRegion(
+          RequestTask(static_cast<int32_t>(region), threads, memory_bytes), progress_);
+      if (!status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+
+  // Every part and its record, which differ from place to place in the ETag alone.
+  std::map<std::string, std::string> Output() {
+    std::map<std::string, std::string> output;
+    for (const Region& region : plan_->slices.regions()) {
+      for (const int32_t rank : plan_->slices.RanksOf(region)) {
+        for (const PartPlan& part : region.parts) {
+          const std::string key = PartKeyOf(part, rank);
+          output[key] = ReadFile(plan_->target().destination_uri() + "/" + key);
+          const std::string record_key = absl::StrCat(
+              "_shardprep/", plan_->fingerprint, "/",
+              rank == kReplicatedRank ? "replicated" : absl::StrCat(rank), "-", part.part, ".json");
+          v1::PartRecord record;
+          const auto text = destination_store_->Get(record_key, 1 << 20);
+          EXPECT_TRUE(text.ok()) << text.status();
+          if (!text.ok()) continue;
+          EXPECT_TRUE(ParseStoredJson(*text, record_key, kFormatVersion, record).ok());
+          record.clear_etag();
+          output[record_key] = record.SerializeAsString();
+        }
+      }
+    }
+    return output;
+  }
+
+  std::unique_ptr<RequestStore> requests_;
+};
+
+TEST_F(RequestedSourceTest, LargeReadsMakeTheFilesThatBlocksMake) {
+  struct Way {
+    int64_t preferred_read_bytes;
+    int32_t threads;
+    int64_t spare;  // memory beyond the least
+  };
+  // Reads of whole tensors; of some rows, with the least memory; and of few rows.
+  const Way ways[] = {{8 << 20, 3, 1 << 20}, {16 << 10, 1, 0}, {1, 2, 100}, {1, 8, 50'000}};
+  int job = 0;
+  for (const char* profile : {"aiter-separated", "aiter-interleaved", "aiter-gfx1250", "logical"}) {
+    for (const int32_t ranks : {1, 8}) {
+      if (ranks == 1 && std::string(profile) != "aiter-separated") continue;
+      SCOPED_TRACE(::testing::Message() << profile << " T=" << ranks);
+      const auto spec = [&] {
+        v1::PrepJobSpec job_spec = Spec(ranks, profile, destination_ / absl::StrCat(job++));
+        v1::KernelTarget& kernel = *job_spec.mutable_targets(0)->mutable_kernel_target();
+        kernel.set_backend("AITER_MXFP4_BF16");
+        kernel.set_architecture(std::string(profile) == "aiter-gfx1250" ? "gfx1250" : "gfx950");
+        return job_spec;
+      };
+      Plan(spec());
+      ASSERT_EQ(PrepareAll(2, Budget(ranks, 2)), absl::OkStatus());
+      const std::map<std::string, std::string> want = Output();
+      for (const Way& way : ways) {
+        SCOPED_TRACE(::testing::Message() << "reads of " << way.preferred_read_bytes);
+        PlanForRequests(spec(), way.preferred_read_bytes);
+        ASSERT_EQ(PrepareAllFromRequests(way.threads, Budget(ranks, 1) + way.spare),
+                  absl::OkStatus());
+        const std::map<std::string, std::string> found = Output();
+        ASSERT_EQ(found.size(), want.size());
+        for (const auto& [key, bytes] : want) EXPECT_TRUE(found.at(key) == bytes) << key;
+      }
+    }
+  }
+}
+
+TEST_F(RequestedSourceTest, SomeRanksOfASetMakeTheirFiles) {
+  Plan(Spec(8, "aiter-interleaved", destination_ / "blocks"));
+  ASSERT_EQ(PrepareAll(2, Budget(8, 2)), absl::OkStatus());
+  const std::map<std::string, std::string> want = Output();
+  PlanForRequests(Spec(8, "aiter-interleaved", destination_ / "spans"), 20'000);
+  for (const std::vector<int32_t>& ranks :
+       {std::vector<int32_t>{6}, std::vector<int32_t>{0, 1, 4}, std::vector<int32_t>{2, 3, 5, 7}}) {
+    for (int32_t region = 0; region < 2; ++region) {
+      RegionTask task = RequestTask(region, 3, Budget(8, 1));
+      task.ranks = ranks;
+      ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+    }
+  }
+  for (size_t region = 2; region < plan_->slices.regions().size(); ++region) {
+    ASSERT_EQ(PrepareRegion(RequestTask(static_cast<int32_t>(region), 1, Budget(1, 1)), progress_),
+              absl::OkStatus());
+  }
+  EXPECT_TRUE(Output() == want);
+}
+
+// With room for whole tensors there is one request for each source tensor at most, whatever the
+// number of ranks, and no byte is requested twice.
+TEST_F(RequestedSourceTest, EachSourceByteIsRequestedOnceInWholeTensors) {
+  for (const char* profile : {"aiter-separated", "aiter-interleaved"}) {
+    SCOPED_TRACE(profile);
+    PlanForRequests(Spec(8, profile, destination_ / profile), 8 << 20);
+    ASSERT_EQ(PrepareAllFromRequests(3, plan_->memory.Most(8, 3)), absl::OkStatus());
+    int64_t bytes = 0;
+    for (const RequestStore::Request& request : requests_->Reads()) bytes += request.size_bytes;
+    EXPECT_EQ(bytes, plan_->slices.NeededSourceBytes());
+    EXPECT_LE(static_cast<int64_t>(requests_->Reads().size()),
+              plan_->slices.checkpoint().tensors().size());
+  }
+  EXPECT_EQ(progress_.bytes_read, 2 * plan_->slices.NeededSourceBytes());
+}
+
+// With the least memory, requests for weights are at least half as large as preferred, or as half
+// a tensor.
+TEST_F(RequestedSourceTest, LittleMemoryStillMeansLargeRequests) {
+  const int64_t weight_bytes = kIntermediate * kHidden / 2;
+  for (const int64_t preferred : {int64_t{16} << 10, int64_t{40'000}, weight_bytes}) {
+    SCOPED_TRACE(preferred);
+    PlanForRequests(Spec(8, "aiter-separated", destination_ / absl::StrCat(preferred)), preferred);
+    ASSERT_EQ(PrepareRegion(RequestTask(0, 2, Budget(8, 1)), progress_), absl::OkStatus());
+    const Checkpoint& checkpoint = plan_->slices.checkpoint();
+    int64_t bytes = 0, count = 0;
+    for (int64_t t = 0; t < checkpoint.tensors().size(); ++t) {
+      const TensorInfo tensor = checkpoint.tensors().at(t);
+      if (tensor.size_bytes != weight_bytes) continue;
+      for (const RequestStore::Request& request : requests_->Reads()) {
+        if (request.key != checkpoint.files()[tensor.file].name) continue;
+        if (request.offset < tensor.offset || request.offset >= tensor.offset + weight_bytes) {
+          continue;
+        }
+        bytes += request.size_bytes;
+        ++count;
+      }
+    }
+    ASSERT_GT(count, 0);
+    EXPECT_GE(bytes / count, preferred / 2);
+  }
+}
+
+TEST_F(RequestedSourceTest, TheFirstFailedRequestEndsTheRegionAndLeavesNoPart) {
+  for (const int32_t threads : {1, 3}) {
+    for (const int failing : {0, 1, 7, 17}) {
+      SCOPED_TRACE(::testing::Message() << "request " << failing << ", threads " << threads);
+      PlanForRequests(
+          Spec(4, "aiter-separated", destination_ / absl::StrCat(threads, "-", failing)), 1);
+      std::atomic<int> requests{0};
+      requests_->before_read = [&](const RequestStore::Request&) {
+        return requests++ == failing ? absl::UnavailableError("503") : absl::OkStatus();
+      };
+      EXPECT_EQ(PrepareRegion(RequestTask(0, threads, Budget(4, 1)), progress_),
+                absl::UnavailableError("503"));
+      EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+    }
+  }
+}
+
+TEST_F(RequestedSourceTest, StopEndsTheRegionWhenTheRequestUnderWayEnds) {
+  PlanForRequests(Spec(4, "aiter-separated", destination_ / "out"), 1);
+  absl::Notification asked, answer;
+  std::atomic<bool> first{true};
+  std::atomic<int> requests{0};
+  requests_->before_read = [&](const RequestStore::Request&) {
+    ++requests;
+    if (first.exchange(false)) asked.Notify();
+    answer.WaitForNotification();
+    return absl::OkStatus();
+  };
+  std::atomic<bool> stop{false};
+  RegionTask task = RequestTask(0, 2, Budget(4, 1));
+  task.stop = &stop;
+  absl::Status status;
+  std::thread region([&] { status = PrepareRegion(task, progress_); });
+  asked.WaitForNotification();
+  stop = true;
+  answer.Notify();
+  region.join();
+  EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
+  EXPECT_LE(requests, kSourceReaders);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
+// A store that answers only when many requests are waiting: reading one at a time would hang.
+TEST_F(RequestedSourceTest, SeveralRequestsAreUnderWayAtOnce) {
+  // Too little for two weights to share a request.
+  PlanForRequests(Spec(2, "aiter-separated", destination_ / "out"), 40'000);
+  constexpr int kTogether = 6;  // gate and up of three experts
+  std::atomic<int> asked{0};
+  absl::Notification together;
+  requests_->before_read = [&](const RequestStore::Request&) {
+    if (++asked == kTogether) together.Notify();
+    together.WaitForNotification();
+    return absl::OkStatus();
+  };
+  ASSERT_EQ(PrepareRegion(RequestTask(0, 1, plan_->memory.Most(2, 1)), progress_),
+            absl::OkStatus());
+}
+
+TEST_F(RequestedSourceTest, ADestinationOfRequestsEndsItsPartsTogether) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  RequestStore destination(destination_store_.get(), 8 << 20);
+  RegionTask task = Task(0, 1, Budget(4, 1));
+  task.destination = &destination;
+  // One thread owns four ranks; each asks before its part and before its record.
+  std::atomic<int> asked{0};
+  absl::Notification together;
+  task.gate = [&]() -> absl::Status {
+    if (++asked == 4) together.Notify();
+    together.WaitForNotification();
+    return absl::OkStatus();
+  };
+  ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+  for (int32_t rank = 0; rank < 4; ++rank) {
+    CheckPart(plan_->slices.regions()[0], plan_->slices.regions()[0].parts[0], rank);
   }
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <set>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temp_dir.h"
@@ -82,7 +83,7 @@ TEST_F(SlicePlanTest, SlicesOfAllRanksTileTheSource) {
           }
         }
       }
-      ASSERT_EQ(covered.size(), 2u * kExpertTensorCount);
+      ASSERT_EQ(covered.size(), 2u * 6);
       for (const auto& [index, times] : covered) {
         EXPECT_THAT(times, ::testing::Each(1)) << checkpoint_->tensors().at(index).name;
       }
@@ -189,11 +190,73 @@ TEST_F(SlicePlanTest, DataParallelRanksCutTheIntermediateToo) {
   EXPECT_EQ(plan->intermediate().elements(), 32);
 }
 
-TEST_F(SlicePlanTest, ExpertParallelismIsUnimplemented) {
-  Load({});
-  SlicePlanInputs inputs = Inputs(8, 128);
-  inputs.expert_parallel_size = 8;
-  EXPECT_EQ(Plan(inputs).status().code(), absl::StatusCode::kUnimplemented);
+// FP8 in blocks of 128: the check is on the width of one rank and one projection.
+TEST_F(SlicePlanTest, SlicesThatCutAScaleBlockAreRefusedWithSizesThatWork) {
+  const struct {
+    int64_t intermediate;
+    int32_t ranks;
+    const char* works;
+  } kCases[] = {{1536, 8, "sizes that work: 1, 2, 3, 4, 6, 12"},
+                {320, 2, "sizes that work: none"},
+                {320, 4, "sizes that work: none"},
+                {320, 8, "sizes that work: none"}};
+  for (const auto& c : kCases) {
+    CheckpointSpec spec = FamilySpec(TestFamily::kDeepSeekV3Fp8);
+    spec.intermediate = c.intermediate;
+    spec.sparse = true;
+    Load(spec);
+    const absl::Status status = Plan(Inputs(c.ranks, 128)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    for (const std::string& part :
+         {absl::StrCat("intermediate size ", c.intermediate), absl::StrCat("among ", c.ranks),
+          std::string("scales of 128"), std::string(c.works)}) {
+      EXPECT_THAT(std::string(status.message()), HasSubstr(part));
+    }
+  }
+}
+
+// gpt-oss-120b: 90 blocks of 32 among 8 ranks are seven times 12 and once 6.
+TEST_F(SlicePlanTest, RanksOfGptOssTakeWholeBlocks) {
+  CheckpointSpec spec = FamilySpec(TestFamily::kGptOss);
+  spec.hidden = 2880;
+  spec.intermediate = 2880;
+  spec.experts = 2;
+  spec.layers = 1;
+  spec.sparse = true;
+  Load(spec);
+  const struct {
+    int32_t ranks;
+    int64_t widest, last;
+  } kCases[] = {{1, 2880, 2880}, {2, 1440, 1440}, {4, 736, 672}, {8, 384, 192}};
+  for (const auto& c : kCases) {
+    const auto plan = Plan(Inputs(c.ranks, 256));
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->IntermediateOf(0).elements(), c.widest);
+    EXPECT_EQ(plan->IntermediateOf(c.ranks - 1).elements(), c.last);
+    EXPECT_EQ(plan->padded_hidden().elements(), 3072);
+  }
+  // 45 blocks of ranks that take two each leave nothing for the others.
+  const absl::Status status = Plan(Inputs(64, 256)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("sizes that work: 1, 2, 3, 4, 5, 6, 7, 8"));
+}
+
+// w1, w3 and w2 whole, the experts of one group only.
+TEST_F(SlicePlanTest, WithAGroupForEachRankTheIntermediateIsNotCut) {
+  Load({.hidden = 256, .intermediate = 256, .experts = 7, .layers = 1, .mtp_layers = 0});
+  SlicePlanInputs inputs = Inputs(2, 128);
+  inputs.data_parallel_size = 2;
+  inputs.expert_parallel_size = 4;
+  const auto plan = Plan(inputs);
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->intermediate().elements(), 256);
+  EXPECT_EQ(plan->shape_count(), 2) << "7 experts among 4 groups are 2, 2, 2, 1";
+  EXPECT_EQ(plan->FusedTensorsOf(0)[0].experts, 2);
+  EXPECT_EQ(plan->FusedTensorsOf(3)[0].experts, 1);
+  EXPECT_THAT(plan->FusedTensorsOf(3)[0].shape, ElementsAre(1, 512, 128));
+  const auto slices = plan->SlicesOf(plan->regions()[0], plan->FusedTensorsOf(3)[0], 3, 0);
+  EXPECT_EQ(checkpoint_->tensors().at(slices[0].tensor).name, "layers.0.ffn.experts.6.w1.weight");
+  EXPECT_EQ(slices[0].rows, 256);
 }
 
 TEST_F(SlicePlanTest, NamesAndOrderOfFusedTensors) {
@@ -248,8 +311,8 @@ TEST_F(SlicePlanTest, EveryOtherTensorIsCarriedOnceOrListed) {
         }
         for (const MoeLayer& layer : moe_->layers) {
           if (layer.is_mtp && !include_mtp) continue;
-          for (const auto& expert : layer.experts) {
-            for (const int32_t t : expert) ++seen[std::string(checkpoint_->tensors().at(t).name)];
+          for (const int32_t t : layer.Tensors()) {
+            ++seen[std::string(checkpoint_->tensors().at(t).name)];
           }
         }
         EXPECT_EQ(static_cast<int64_t>(seen.size()), checkpoint_->tensors().size());

@@ -289,6 +289,21 @@ TEST(VerifyArtifact, AChangedSourceByteIsFound) {
   ExpectDataLoss(VerifyWithSource(artifact), "tensor ", "the source has");
 }
 
+TEST(VerifyArtifact, CopiedFilesAreComparedWithTheSource) {
+  TestArtifact artifact;
+  artifact.Make();
+  ASSERT_TRUE(VerifyWithSource(artifact).ok());
+  FlipBits(artifact.SourcePath("tokenizer.json"), 0);
+  EXPECT_TRUE(Verify(artifact).ok());
+  ExpectDataLoss(VerifyWithSource(artifact), "tokenizer.json: SHA-256 ", "the source's file has");
+  FlipBits(artifact.SourcePath("tokenizer.json"), 0);
+  WriteFileBytes(artifact.SourcePath("added_tokens.json"), "{}");
+  ExpectDataLoss(VerifyWithSource(artifact), "added_tokens.json", "not in the artefact");
+  std::filesystem::remove(artifact.SourcePath("added_tokens.json"));
+  std::filesystem::remove(artifact.SourcePath("tokenizer.json"));
+  ExpectDataLoss(VerifyWithSource(artifact), "tokenizer.json", "not in the source");
+}
+
 TEST(VerifyArtifact, AnotherSourceIsRefused) {
   TestArtifact artifact;
   artifact.Make();

@@ -1,0 +1,152 @@
+#!/usr/bin/python3
+"""Times uploads and fetches against the plainest way of moving the same bytes.
+
+  tests/support/s3_servers/rgw.sh run tests/bench/s3_bench.py [--bin DIR] [--yardstick FILE]
+      [--tmpfs-dir DIR] [--experts N] [--streams N] [--repetitions N] [--smoke]
+
+Upload: the files of a prepared artefact, through the S3 store as a worker writes them and by
+libcurl alone, in multipart PUTs of 16 MiB whose payload is not hashed. The store signs its payload.
+Fetch: `shardprep fetch` of every rank, which verifies each chunk and ends in a whole directory,
+and ranged GETs of 16 MiB by libcurl alone into files. All files lie in tmpfs, so that no disk is
+measured. Both sides run in turn against the same server after one uncounted round; medians are
+compared. For information, a whole `prepare` from a directory to S3 is timed as well. --smoke runs
+everything once on a checkpoint too small to compare, to see that it runs.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "support" / "s3_servers"))
+from s3_client import S3Client
+
+RANKS = 8
+UPLOAD_TARGET = 0.9  # of the bare rate
+FETCH_TARGET = 1.05  # of the bare time
+
+
+def run(*command):
+    """Runs a command that must succeed; its output and its seconds."""
+    start = time.monotonic()
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if result.returncode != 0:
+        sys.exit(f"{' '.join(map(str, command))}\nexit {result.returncode}\n{result.stderr}")
+    return result.stdout, time.monotonic() - start
+
+
+class Bench:
+    def __init__(self, options, place):
+        self.options, self.place = options, place
+        self.client = S3Client.from_environment()
+        self.prefix = f"bench-{uuid.uuid4()}"
+        self.source, self.artefact = place / "source", place / "artefact"
+        shape = ["tiny"] if options.smoke else ["quickstart", "--experts", options.experts]
+        run(options.bin / "make-checkpoint", "--out", self.source, "--preset", *shape)
+        run(options.bin / "shardprep", "prepare", *self.job(self.artefact))
+        self.files = sorted(self.artefact.glob("*.safetensors"))
+        self.bytes = sum(path.stat().st_size for path in self.files)
+        for path in self.artefact.iterdir():
+            self.client.put(f"{self.prefix}/artefact/{path.name}", path.read_bytes())
+
+    def job(self, destination):
+        return ["--source", self.source, "--destination", destination, "--tensor-parallel-size",
+                RANKS, "--include-mtp", "--device", "cpu"]
+
+    def uri(self, *names):
+        return "/".join(["s3:/", self.client.bucket, self.prefix, *names])
+
+    def remove(self, *names):
+        for key in self.client.list("/".join([self.prefix, *names]) + "/"):
+            self.client.delete(key)
+
+    def put(self, mode):
+        output, _ = run(self.options.yardstick, mode, f"{self.prefix}/put", self.options.streams,
+                        *self.files)
+        self.remove("put")
+        return float(output)
+
+    def prepare(self):
+        _, seconds = run(self.options.bin / "shardprep", "prepare", *self.job(self.uri("job")))
+        self.remove("job")
+        return seconds
+
+    def get_bare(self):
+        into = self.place / "got"
+        into.mkdir()
+        output, _ = run(self.options.yardstick, "get-bare", f"{self.prefix}/artefact",
+                        self.options.streams, into, *(path.name for path in self.files))
+        shutil.rmtree(into)
+        return float(output)
+
+    def fetch(self):
+        into = self.place / "fetched"
+        _, seconds = run(self.options.bin / "shardprep", "fetch", self.uri("artefact"), "--rank",
+                         f"0-{RANKS - 1}", "--into", into, "--no-expect", "--parallel",
+                         self.options.streams)
+        shutil.rmtree(into)
+        return seconds
+
+    def medians(self, *sides):
+        """Median seconds of each side, measured in turn."""
+        times = [[] for _ in sides]
+        for _ in range(1 + self.options.repetitions):
+            for side, found in zip(sides, times):
+                found.append(side())
+        return [statistics.median(found[1:]) for found in times]
+
+    def report(self, name, bare_s, ours_s):
+        print(f"{name}: {self.bytes / 1e6:.0f} MB, {self.options.streams} streams, bare "
+              f"{bare_s:.3f} s ({self.bytes / bare_s / 1e6:.0f} MB/s), ours {ours_s:.3f} s "
+              f"({self.bytes / ours_s / 1e6:.0f} MB/s)")
+
+    def run(self):
+        bare_s, store_s, job_s = self.medians(lambda: self.put("put-bare"),
+                                              lambda: self.put("put-store"), self.prepare)
+        self.report("upload", bare_s, store_s)
+        if not self.options.smoke:
+            print(f"  rate of ours / bare = {bare_s / store_s:.3f}, want at least {UPLOAD_TARGET}")
+        self.report("a whole job beside it", bare_s, job_s)
+        bare_s, fetch_s = self.medians(self.get_bare, self.fetch)
+        self.report("fetch", bare_s, fetch_s)
+        if not self.options.smoke:
+            print(f"  time of ours / bare = {fetch_s / bare_s:.3f}, want at most {FETCH_TARGET}")
+
+
+def parse_options():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--bin", type=pathlib.Path, default="build/release/bin")
+    parser.add_argument("--yardstick", type=pathlib.Path,
+                        help="default: s3_yardstick of --bin")
+    parser.add_argument("--tmpfs-dir", type=pathlib.Path, default="/dev/shm")
+    parser.add_argument("--experts", type=int, default=4, help="0.11 GB of source each")
+    parser.add_argument("--streams", type=int, default=max(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--smoke", action="store_true")
+    options = parser.parse_args()
+    if options.smoke:
+        options.repetitions = 1
+    if options.yardstick is None:
+        options.yardstick = options.bin / "s3_yardstick"
+    return options
+
+
+def main():
+    options = parse_options()
+    with tempfile.TemporaryDirectory(prefix="shardprep-bench-", dir=options.tmpfs_dir) as place:
+        bench = Bench(options, pathlib.Path(place))
+        try:
+            bench.run()
+        finally:
+            bench.remove()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+#include "workers/block_plan.h"
+
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/support/loaded_checkpoint.h"
+#include "tests/support/request_store.h"
+
+namespace shardprep {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kMiB = int64_t{1} << 20;
+
+// A store of requests that uploads in parts of 16 MiB, one filling while one is under way.
+class UploadStore : public RequestStore {
+ public:
+  using RequestStore::RequestStore;
+  int64_t WriteBufferBytes(int64_t /*object*/, int64_t reserve) const override {
+    return 2 * (16 * kMiB + reserve);
+  }
+};
+
+class MemoryNeedTest : public ::testing::Test {
+ protected:
+  LoadedCheckpoint v4_pro_{{.hidden = 7168,
+                            .intermediate = 3072,
+                            .experts = 16,
+                            .layers = 1,
+                            .mtp_layers = 0,
+                            .files = 1,
+                            .sparse = true}};
+  SlicePlan plan_ = v4_pro_.Plan({.tensor_parallel_size = 8,
+                                  .intermediate_alignment = Alignment(128),
+                                  .hidden_alignment = Alignment(128)});
+};
+
+TEST_F(MemoryNeedTest, DirectoriesAreReadInBlocks) {
+  const MemoryNeed need = MemoryNeedOf(plan_, v4_pro_.store(), v4_pro_.store());
+  EXPECT_EQ(need.preferred_read, 0);
+  EXPECT_EQ(need.read_ahead_most, 0);
+  EXPECT_GT(need.per_thread, 0);
+  EXPECT_GT(need.shared_block, 0);
+  EXPECT_LE(need.Total(8, 2), 8 * kMiB);
+  EXPECT_EQ(need.Most(8, 2), need.Total(8, 2));
+}
+
+TEST_F(MemoryNeedTest, RequestsAreReadAheadAndNeedNoBlocks) {
+  RequestStore source(&v4_pro_.store(), 8 * kMiB);
+  const MemoryNeed need = MemoryNeedOf(plan_, source, v4_pro_.store());
+  EXPECT_EQ(need.preferred_read, 8 * kMiB);
+  EXPECT_EQ(need.per_thread, 0);
+  EXPECT_EQ(need.shared_block, 0);
+  EXPECT_EQ(need.read_ahead_least, 16 * kMiB);
+  EXPECT_EQ(need.read_ahead_most, (kSourceReaders + 2) * 16 * kMiB);
+  // A tiny preference still leaves room for 32 of the longest rows.
+  RequestStore tiny(&v4_pro_.store(), 1);
+  EXPECT_EQ(MemoryNeedOf(plan_, tiny, v4_pro_.store()).read_ahead_least, 2 * 32 * 3584);
+}
+
+TEST_F(MemoryNeedTest, TheDefaultBudgetHoldsEightUploadsAndReadsAhead) {
+  UploadStore store(&v4_pro_.store(), 8 * kMiB);
+  const MemoryNeed need = MemoryNeedOf(plan_, store, store);
+  const auto fit = FitLease(need, 512 * kMiB, 8, 4);
+  ASSERT_TRUE(fit.ok()) << fit.status();
+  EXPECT_EQ(fit->ranks, 8);
+  EXPECT_EQ(fit->threads, 4);
+  EXPECT_GE(fit->read_ahead, 192 * kMiB);
+  EXPECT_LE(8 * need.per_rank + fit->read_ahead, 512 * kMiB);
+}
+
+TEST(FitLease, CutsReadAheadThenThreadsThenRanks) {
+  const MemoryNeed blocks{.per_rank = 100, .per_thread = 10, .shared_block = 5};
+  const MemoryNeed spans{
+      .per_rank = 100, .preferred_read = 20, .read_ahead_least = 40, .read_ahead_most = 400};
+  struct Case {
+    const MemoryNeed* need;
+    int64_t budget;
+    int32_t ranks, threads;
+    LeaseShape want;
+  };
+  const Case cases[] = {
+      {&blocks, 1000, 4, 8, {4, 4, 0}},  // never more threads than ranks
+      {&blocks, 465, 4, 4, {4, 4, 0}},   // 4*100 + 4*10 + 5*5
+      {&blocks, 464, 4, 4, {4, 3, 0}},     {&blocks, 420, 4, 4, {4, 1, 0}},
+      {&blocks, 419, 4, 4, {3, 3, 0}},     {&blocks, 120, 4, 4, {1, 1, 0}},
+      {&spans, 10'000, 4, 2, {4, 2, 400}}, {&spans, 800, 4, 2, {4, 2, 400}},
+      {&spans, 799, 4, 2, {4, 2, 399}},    {&spans, 440, 4, 2, {4, 2, 40}},
+      {&spans, 439, 4, 2, {3, 2, 139}},    {&spans, 140, 4, 2, {1, 1, 40}},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(absl::StrCat("budget ", c.budget));
+    const auto fit = FitLease(*c.need, c.budget, c.ranks, c.threads);
+    ASSERT_TRUE(fit.ok()) << fit.status();
+    EXPECT_EQ(fit->ranks, c.want.ranks);
+    EXPECT_EQ(fit->threads, c.want.threads);
+    EXPECT_EQ(fit->read_ahead, c.want.read_ahead);
+  }
+  for (const MemoryNeed* need : {&blocks, &spans}) {
+    const int64_t least = need->Total(1, 1);
+    const absl::Status status = FitLease(*need, least - 1, 4, 4).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("at least ", least)));
+  }
+}
+
+}  // namespace
+}  // namespace shardprep

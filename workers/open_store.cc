@@ -164,7 +164,7 @@ absl::StatusOr<std::unique_ptr<ObjectStore>> OpenStore(const std::string& uri,
       return absl::FailedPreconditionError(
           absl::StrCat(normal, ": access to S3 is not set up here"));
     }
-    return OpenS3Store(normal, options.s3);
+    return OpenS3Store(normal, options.s3, options.stop);
   }
   DirectoryStoreOptions directory;
   directory.root = std::move(normal);

@@ -4,6 +4,7 @@
 //   s3://bucket/prefix                 objects below a prefix of a bucket
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,6 +24,9 @@ struct OpenStoreOptions {
   std::vector<std::string> allowed_roots;
   // How s3:// is reached (workers/s3/s3_store.h); without it such URIs are FAILED_PRECONDITION.
   std::shared_ptr<S3Connection> s3;
+  // Once true, requests in flight, and pauses between them, end as CANCELLED within about a second;
+  // those that clean up go on. Must outlive the store; may be null. Directories do not look at it.
+  const std::atomic<bool>* stop = nullptr;
 };
 
 // Whether a URI needs OpenStoreOptions::s3.

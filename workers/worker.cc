@@ -276,10 +276,12 @@ absl::Status Worker::Prepare(HeldLease& held) {
   SP_ASSIGN_OR_RETURN(const auto source, OpenStore(plan->spec.source_uri(),
                                                    {.create = false,
                                                     .allowed_roots = options_.allowed_source_roots,
-                                                    .s3 = options_.s3}));
-  SP_ASSIGN_OR_RETURN(const auto destination,
-                      OpenStore(plan->target().destination_uri(),
-                                {.create = true, .allowed_roots = {}, .s3 = options_.s3}));
+                                                    .s3 = options_.s3,
+                                                    .stop = &held.stop}));
+  SP_ASSIGN_OR_RETURN(
+      const auto destination,
+      OpenStore(plan->target().destination_uri(),
+                {.create = true, .allowed_roots = {}, .s3 = options_.s3, .stop = &held.stop}));
   MeteredStore metered_source(source.get(), metrics_),
       metered_destination(destination.get(), metrics_);
   task.plan = plan.get();

@@ -7,7 +7,9 @@
 //   of
 //      the header (the status line first, so that a body's place is known), pieces of the body, and
 //      about once a second otherwise.
-//   3. Give the handle back. After an error libcurl has closed its connection.
+//   3. Give the handle back, or end it after an error: its connection is closed then, and it may
+//      still hold on to what the exchange began. After a name that did not resolve, libcurl 7.88
+//      refuses to have the size of its buffer set.
 #include "workers/s3/curl_transport.h"
 
 #include <curl/curl.h>
@@ -275,6 +277,10 @@ int OnRequest(void* user, char* /*peer*/, char* /*own*/, int /*peer_port*/, int 
 int OnProgress(void* user, curl_off_t /*down_total*/, curl_off_t down, curl_off_t /*up_total*/,
                curl_off_t up) {
   auto& exchange = *static_cast<Exchange*>(user);
+  if (exchange.request.stop != nullptr && *exchange.request.stop) {
+    exchange.ended_by_us = exchange.Error(absl::StatusCode::kCancelled, "stopped");
+    return 1;
+  }
   if (exchange.times_sent == 0) return 0;
   if (down + up != exchange.moved_bytes) {
     exchange.moved_bytes = down + up;
@@ -452,7 +458,9 @@ class CurlTransport : public HttpTransport {
       exchange.response.transport =
           exchange.Error(absl::StatusCode::kUnavailable, "timed out before it was sent");
     } else {
-      exchange.response.transport = StatusOf(Perform(pooled->handle, left, &exchange), exchange);
+      const CURLcode code = Perform(pooled->handle, left, &exchange);
+      exchange.response.transport = StatusOf(code, exchange);
+      pooled->failed = code != CURLE_OK;
     }
     if (pooled) Return(*std::move(pooled));
     if (exchange.response.status < 200) {  // only interim answers
@@ -466,6 +474,7 @@ class CurlTransport : public HttpTransport {
   struct Pooled {
     CURL* handle = nullptr;
     std::string origin;  // of its connection
+    bool failed = false;
   };
 
   bool CanTake() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -482,11 +491,11 @@ class CurlTransport : public HttpTransport {
                               [&](const Pooled& pooled) { return pooled.origin == origin; });
     if (found == idle_.rend() && handles_ < options_.max_connections) {
       ++handles_;
-      return Pooled{usable_ ? curl_easy_init() : nullptr, origin};
+      return Pooled{.handle = usable_ ? curl_easy_init() : nullptr, .origin = origin};
     }
     // Without one for the origin, the one that has idled longest.
     const auto taken = found == idle_.rend() ? idle_.begin() : std::prev(found.base());
-    Pooled pooled{taken->handle, origin};
+    Pooled pooled{.handle = taken->handle, .origin = origin};
     idle_.erase(taken);
     return pooled;
   }
@@ -494,6 +503,10 @@ class CurlTransport : public HttpTransport {
   void Return(Pooled pooled) {
     // Forgets all options, not the connection: nothing may point to an exchange that is over.
     if (pooled.handle != nullptr) curl_easy_reset(pooled.handle);
+    if (pooled.failed) {
+      curl_easy_cleanup(pooled.handle);
+      pooled.handle = nullptr;
+    }
     absl::MutexLock lock(&mutex_);
     if (pooled.handle == nullptr) {
       --handles_;

@@ -2,6 +2,7 @@
 // it, so each of them can be tested with a transport of the test's own.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -38,6 +39,8 @@ struct HttpRequest {
   // The whole exchange, with any wait for a connection of the transport's bound. Zero or less: the
   // request is not sent.
   absl::Duration timeout = absl::InfiniteDuration();
+  // Once true, the exchange ends as CANCELLED, within about a second. May be null.
+  const std::atomic<bool>* stop = nullptr;
 };
 
 struct HttpResponse {

@@ -2,8 +2,7 @@
 //   1. A request waits for one of max_connections places, so retries never add to what is in
 //      flight. Its gate is asked when it has one.
 //   2. Each attempt takes the credentials of that moment and is signed anew; its body is memory
-//   that
-//      stays as it is, so every attempt sends the same bytes under the same digest.
+//      that stays as it is, so every attempt sends the same bytes under the same digest.
 //   3. Worth repeating: no whole answer; 408, 429 and 5xx but 501, 505, 507; the codes of
 //      IsRetryable(); what S3Call::accept finds short. Everything else is final at once.
 //   4. Before a repetition: a random pause of up to first_pause, doubled each time, capped by
@@ -50,6 +49,9 @@ namespace {
 // more than a tenth of the requests are repetitions.
 constexpr int64_t kRetryCost = 10;
 constexpr int64_t kSuccessGain = 1;
+
+// How soon a call that pauses notices that it is to stop.
+constexpr absl::Duration kStopPoll = absl::Milliseconds(200);
 
 // An error document is small; a page of a proxy need not be read whole.
 constexpr int64_t kMaxErrorBytes = int64_t{64} << 10;
@@ -259,7 +261,7 @@ class HttpS3Connection final : public S3Connection {
   Next JudgeRegion(const S3Call& call, const std::string& region, Progress* progress,
                    S3Answer* answer);
   bool MayRetry(const S3Answer& answer);
-  void Pause(int attempt, absl::Duration retry_after);
+  void Pause(int attempt, absl::Duration retry_after, const std::atomic<bool>* stop);
 
   absl::Status WhatItMeans(const std::string& bucket, int status, const S3Error& error) const;
   bool HoldsSecret(const std::string& text) const;
@@ -373,6 +375,7 @@ HttpRequest HttpS3Connection::MakeRequest(const S3Call& call, const Progress& pr
   request.connect_timeout = options_.connect_timeout;
   request.stall_timeout = options_.stall_timeout;
   request.timeout = call.timeout;
+  request.stop = call.stop;
   return request;
 }
 
@@ -403,6 +406,10 @@ S3Answer HttpS3Connection::Exchange(S3Call call) {
     {
       places_.Take();
       const absl::Cleanup give_back = [this] { places_.GiveBack(); };
+      if (call.stop != nullptr && *call.stop) {
+        answer.status = Fail(absl::CancelledError("stopped"), call);
+        return answer;
+      }
       if (call.gate) answer.status = call.gate();
       if (!answer.status.ok()) return answer;
       absl::StatusOr<AwsCredentials> credentials = credentials_->Get();
@@ -426,7 +433,7 @@ S3Answer HttpS3Connection::Exchange(S3Call call) {
                  call);
         return answer;
       }
-      Pause(answer.attempts, progress.retry_after);
+      Pause(answer.attempts, progress.retry_after, call.stop);
     }
     answer.status = absl::OkStatus();
   }
@@ -440,7 +447,8 @@ bool HttpS3Connection::MayRetry(const S3Answer& answer) {
   return true;
 }
 
-void HttpS3Connection::Pause(int attempt, absl::Duration retry_after) {
+void HttpS3Connection::Pause(int attempt, absl::Duration retry_after,
+                             const std::atomic<bool>* stop) {
   absl::Duration pause;
   {
     absl::MutexLock lock(&mu_);
@@ -449,7 +457,12 @@ void HttpS3Connection::Pause(int attempt, absl::Duration retry_after) {
         retry_after > absl::ZeroDuration() ? options_.first_pause : LongestPause(attempt);
     pause = spread * std::uniform_real_distribution<double>(0, 1)(random_);
   }
-  Sleep(std::min(options_.max_pause, retry_after + pause));
+  pause = std::min(options_.max_pause, retry_after + pause);
+  while (stop != nullptr && !*stop && pause > kStopPoll) {
+    Sleep(kStopPoll);
+    pause -= kStopPoll;
+  }
+  if (stop == nullptr || !*stop) Sleep(pause);
 }
 
 // Sets answer->status; with kPauseAndRepeat its message is the cause.

@@ -3,6 +3,7 @@
 // top of s3_client.cc.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -78,6 +79,8 @@ struct S3Call {
   int64_t max_body_bytes = int64_t{1} << 20;
   absl::Duration timeout = absl::InfiniteDuration();
   CommitGate gate;  // asked immediately before each attempt
+  // Once true, the call ends as CANCELLED within about a second, also while it pauses.
+  const std::atomic<bool>* stop = nullptr;
   // Judges each answer with a 2xx status, also one whose body was cut off. OK: done, if the body is
   // whole. UNAVAILABLE: to be repeated, with the call as it was changed here. Others are final. The
   // message need not name object and operation.

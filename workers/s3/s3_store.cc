@@ -38,6 +38,7 @@
 #include <openssl/evp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -97,11 +98,12 @@ absl::Status CheckEtag(const HttpResponse& response) {
 class Site {
  public:
   Site(std::string uri, std::string bucket, std::string prefix,
-       std::shared_ptr<S3Connection> connection)
+       std::shared_ptr<S3Connection> connection, const std::atomic<bool>* stop)
       : uri_(std::move(uri)),
         bucket_(std::move(bucket)),
         prefix_(std::move(prefix)),
-        connection_(std::move(connection)) {}
+        connection_(std::move(connection)),
+        stop_(stop) {}
 
   const std::string& uri() const { return uri_; }
   const std::string& bucket() const { return bucket_; }
@@ -113,6 +115,12 @@ class Site {
   absl::Status CheckKey(const std::string& key) const;
 
   S3Call CallOf(const char* operation, const char* method, const std::string& key) const;
+  // Cleaning up goes on when everything else is to stop.
+  S3Call CleanUpCallOf(const char* operation, const std::string& key) const {
+    S3Call call = CallOf(operation, "DELETE", key);
+    call.stop = nullptr;
+    return call;
+  }
 
   absl::StatusOr<ObjectInfo> Head(const std::string& key) const;
 
@@ -135,6 +143,7 @@ class Site {
   const std::string bucket_;
   const std::string prefix_;  // empty or ends in `/`
   const std::shared_ptr<S3Connection> connection_;
+  const std::atomic<bool>* const stop_;
 };
 
 absl::Status Site::CheckKey(const std::string& key) const {
@@ -151,6 +160,7 @@ S3Call Site::CallOf(const char* operation, const char* method, const std::string
   call.method = method;
   call.bucket = bucket_;
   call.key = absl::StrCat(prefix_, key);
+  call.stop = stop_;
   return call;
 }
 
@@ -207,14 +217,14 @@ S3Answer Site::Put(const std::string& key, absl::Span<const uint8_t> bytes, cons
 }
 
 absl::Status Site::Delete(const std::string& key) const {
-  const S3Answer answer = connection_->Exchange(CallOf("DeleteObject", "DELETE", key));
+  const S3Answer answer = connection_->Exchange(CleanUpCallOf("DeleteObject", key));
   // Amazon answers 204 for what was never there, others 404.
   if (answer.response.status == 404 && answer.error.code != "NoSuchBucket") return absl::OkStatus();
   return answer.status;
 }
 
 absl::Status Site::Abort(const std::string& key, const std::string& upload_id) const {
-  S3Call call = CallOf("AbortMultipartUpload", "DELETE", key);
+  S3Call call = CleanUpCallOf("AbortMultipartUpload", key);
   call.query = {{"uploadId", upload_id}};
   const S3Answer answer = connection_->Exchange(std::move(call));
   if (answer.response.status == 404 && answer.error.code != "NoSuchBucket") return absl::OkStatus();
@@ -979,7 +989,8 @@ std::string CompositeEtag(absl::Span<const UploadedPart> parts) {
 }
 
 absl::StatusOr<std::unique_ptr<ObjectStore>> OpenS3Store(const std::string& normalised_uri,
-                                                         std::shared_ptr<S3Connection> connection) {
+                                                         std::shared_ptr<S3Connection> connection,
+                                                         const std::atomic<bool>* stop) {
   absl::string_view rest = normalised_uri;
   if (!absl::ConsumePrefix(&rest, kScheme)) {
     return absl::InvalidArgumentError(absl::StrCat(normalised_uri, ": want s3://bucket/prefix"));
@@ -1000,7 +1011,7 @@ absl::StatusOr<std::unique_ptr<ObjectStore>> OpenS3Store(const std::string& norm
   }
   if (!prefix.empty()) prefix.push_back('/');
   return std::make_unique<S3Store>(
-      std::make_unique<const Site>(normalised_uri, bucket, prefix, std::move(connection)));
+      std::make_unique<const Site>(normalised_uri, bucket, prefix, std::move(connection), stop));
 }
 
 }  // namespace shardprep

@@ -3,6 +3,7 @@
 // of s3_store.cc.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -19,7 +20,8 @@ namespace shardprep {
 // missing bucket, a wrong region, key or clock is found by the first call, whose status says so.
 // INVALID_ARGUMENT for another URI. Codes of the store's calls: those of S3Connection::Exchange().
 absl::StatusOr<std::unique_ptr<ObjectStore>> OpenS3Store(const std::string& normalised_uri,
-                                                         std::shared_ptr<S3Connection> connection);
+                                                         std::shared_ptr<S3Connection> connection,
+                                                         const std::atomic<bool>* stop = nullptr);
 
 // Bytes of each upload part but the last of an object of `object_bytes`: `wanted_bytes`, or the
 // least that the store takes, or what keeps the object within the largest number of parts, rounded

@@ -17,6 +17,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
@@ -396,6 +397,33 @@ TEST(CurlTransport, RefusedConnectionIsUnavailable) {
   EXPECT_EQ(response.status, 0);
   EXPECT_THAT(response.transport.message(), HasSubstr("GET " + port.url() + "/bucket/key: "));
   EXPECT_THAT(response.transport.message(), Not(HasSubstr("SECRET")));
+}
+
+// A label of more than 63 bytes is refused by the resolver itself, without a name server.
+TEST(CurlTransport, NameThatDoesNotResolveIsUnavailableEachTime) {
+  const std::unique_ptr<HttpTransport> transport = MakeCurlTransport(CurlTransportOptions{});
+  const std::string url = absl::StrCat("http://", std::string(64, 'x'), ".invalid/k");
+  for (int attempt = 1; attempt <= 3; ++attempt) {
+    const HttpResponse response = transport->Send({.method = "GET", .url = url});
+    EXPECT_EQ(response.transport.code(), absl::StatusCode::kUnavailable)
+        << "attempt " << attempt << ": " << response.transport;
+    EXPECT_THAT(response.transport.message(), HasSubstr("resolve"));
+  }
+}
+
+TEST(CurlTransport, AStopEndsAnExchangeThatHangs) {
+  std::atomic<bool> stop{false};
+  const LoopbackServer server({.answer =
+                                   [&stop](const ReceivedRequest&) {
+                                     stop = true;
+                                     return ScriptedAnswer{.bytes = "", .then = Then::kHang};
+                                   },
+                               .read_bodies = true});
+  const absl::Time start = absl::Now();
+  const HttpResponse response =
+      Transport()->Send({.method = "GET", .url = server.url() + "/k", .stop = &stop});
+  EXPECT_EQ(response.transport.code(), absl::StatusCode::kCancelled) << response.transport;
+  EXPECT_LT(absl::Now() - start, absl::Seconds(10));  // of a stall timeout of 20 s
 }
 
 TEST(CurlTransport, NothingMovesForTheStallTimeout) {

@@ -738,6 +738,36 @@ TEST(S3Uploads, CleaningUpFencesAWriterThatIsStillAlive) {
   EXPECT_THAT(bed.server.Keys(), IsEmpty());
 }
 
+TEST(S3Uploads, AStoppedWriterCleansUp) {
+  S3TestBed bed;
+  std::atomic<bool> stop{false};
+  const auto store = OpenS3Store("s3://bucket/a/b", bed.connection, &stop);
+  ASSERT_TRUE(store.ok()) << store.status();
+  {
+    StreamedWrite write(**store, "k", PositionBytes(4 * kPart), 1000);
+    ASSERT_THAT(write.WriteTo(2 * kPart), IsOk());
+    ASSERT_THAT(bed.server.Uploads(), SizeIs(1));
+    stop = true;
+    EXPECT_THAT(write.Commit(), HasCode(absl::StatusCode::kCancelled));
+  }
+  EXPECT_THAT(bed.server.Uploads(), IsEmpty());
+  EXPECT_THAT(bed.server.Keys(), IsEmpty());
+  EXPECT_THAT((*store)->Head("k"), HasCode(absl::StatusCode::kCancelled));
+}
+
+TEST(S3Store, AStopEndsThePausesOfAStoreThatFails) {
+  S3TestBed bed;
+  std::atomic<bool> stop{false};
+  const auto store = OpenS3Store("s3://bucket/a/b", bed.connection, &stop);
+  ASSERT_TRUE(store.ok()) << store.status();
+  bed.server.set_fault([&stop](const FakeRequest&) {
+    stop = true;  // its sender is about to pause
+    return Instead(FakeError(503, "SlowDown"));
+  });
+  EXPECT_THAT((*store)->List(""), HasCodeAndText(absl::StatusCode::kCancelled, "stopped"));
+  EXPECT_THAT(bed.pauses(), IsEmpty());
+}
+
 TEST(S3Uploads, OfTemporaryObjectsOnlyRecordsAbortAnything) {
   S3TestBed bed;
   const std::string id = bed.server.BeginUpload("a/b/k");

@@ -47,7 +47,7 @@ constexpr int kJobNames = 8;
 constexpr int kDestinations = 3;
 constexpr int kWorkerNames = 3;
 constexpr int kMaxOperations = 600;
-constexpr int kCalmRounds = 1200;
+constexpr int kCalmRounds = 300;
 // The slowest clock that the margins must bear: it shows 3 s when 4 s have passed.
 constexpr double kClockRates[] = {1.0, 0.75, 1.25};
 
@@ -705,7 +705,7 @@ class World {
         FinishStep(id, absl::OkStatus());
         Check();
       }
-      clock_.Advance(absl::Seconds(1));
+      clock_.Advance(absl::Seconds(5));
       queue_->Tick();
       Check();
       if (std::all_of(jobs_.begin(), jobs_.end(),

@@ -39,6 +39,10 @@ absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::strin
                                         const std::string& working_directory) {
   auto normal = NormalizeUri(uri, working_directory);
   if (!normal.ok()) return InContext(absl::StrCat("--", flag), normal.status());
+  if (!IsUtf8(*normal)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, ": ", Printable(*normal), " is not UTF-8, as the API wants it"));
+  }
   return normal;
 }
 

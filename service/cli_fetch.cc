@@ -23,6 +23,10 @@ absl::StatusOr<FetchReport> Fetch(const CliContext& context, const std::string& 
                                   const std::string& into, const S3CliFlags& s3_flags,
                                   FetchOptions& options) {
   SP_ASSIGN_OR_RETURN(options.into, NormalizeUri(into, context.working_directory));
+  if (IsS3Uri(options.into)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--into: ", options.into, ", want a directory: engines read local files"));
+  }
   SP_ASSIGN_OR_RETURN(const std::string artifact, NormalizeUri(uri, context.working_directory));
   SP_ASSIGN_OR_RETURN(const auto s3, s3_flags.Connect(context, {artifact}));
   Console console(kCommand, /*capture_logs=*/false);
@@ -50,9 +54,13 @@ void PrintReport(const FetchReport& report, const std::string& into) {
              stdout);
 }
 
-std::string NextStep(const absl::Status& status) {
-  if (absl::IsUnavailable(status) || absl::IsDataLoss(status)) {
+std::string NextStep(const absl::Status& status, const std::string& uri) {
+  if (absl::IsUnavailable(status)) {
     return "Run the same command again: it resumes with what is there.";
+  }
+  if (absl::IsDataLoss(status)) {
+    return absl::StrCat("Run the same command again; if it finds the same, delete ", uri,
+                        " and prepare it again.");
   }
   return "";
 }
@@ -98,7 +106,7 @@ int RunFetch(const CliContext& context, const CliArguments& arguments) {
 
   options.parallel = static_cast<int>(parallel);
   const auto report = Fetch(context, uri, into, s3_flags, options);
-  if (!report.ok()) return Fail(kCommand, report.status(), NextStep(report.status()));
+  if (!report.ok()) return Fail(kCommand, report.status(), NextStep(report.status(), uri));
   PrintReport(*report, options.into);
   return kExitOk;
 }

@@ -125,6 +125,7 @@ Controller::~Controller() {
   stepper_.Stop();
   recorder_.Stop();
   WriteRecords();
+  RecordQuiet();
 }
 
 absl::Status Controller::Load() {
@@ -511,6 +512,24 @@ absl::StatusOr<std::shared_ptr<PlannedJob>> Controller::PlanOf(const std::string
   absl::MutexLock lock(&mu_);
   plans_[job_id] = shared;
   return shared;
+}
+
+// The opposite of FinishStart(): a drain has closed the leases and none follows, so nothing is left
+// to wait for. A job that was ever leased keeps a span above zero, since cancelling it removes what
+// it wrote.
+void Controller::RecordQuiet() {
+  absl::MutexLock lock(&mu_);
+  if (!leasing_stopped_) return;
+  for (const std::string& job_id : queue_.JobsWithoutLeases()) {
+    absl::StatusOr<JobView> view = queue_.Get(job_id);
+    if (!view.ok()) continue;
+    JobRecord record = RecordOf(*std::move(view));
+    record.lease_span = std::min(record.lease_span, absl::Nanoseconds(1));
+    if (const absl::Status status = store_->Update(record); !status.ok()) {
+      Log(LogLevel::kWarning, "controller", "job will wait for leases that are closed",
+          {{"job", job_id}, {"status", status}});
+    }
+  }
 }
 
 absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {

@@ -162,6 +162,8 @@ class Controller {
   void Report(const QueueEvent& event) const;
   void SubmitRecords() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void WriteRecords();
+  // Records, at an orderly end, which jobs the next controller need not hold back.
+  void RecordQuiet();
 
   const ControllerOptions options_;
   const Clock* const clock_;

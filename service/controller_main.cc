@@ -11,14 +11,13 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "kernels/status_macros.h"
 #include "service/controller_host.h"
 #include "workers/byte_size.h"
 #include "workers/log.h"
+#include "workers/program_flags.h"
 #include "workers/s3/s3_client.h"
 #include "workers/s3/s3_options.h"
 
@@ -169,9 +168,8 @@ int Main() {
 }  // namespace shardprep
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage(
-      "Takes prep jobs over gRPC and hands them to workers.\n\n"
-      "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
-  absl::ParseCommandLine(argc, argv);
+  shardprep::ParseProgramFlags(argc, argv,
+                               "Takes prep jobs over gRPC and hands them to workers.\n\n"
+                               "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
   return shardprep::Main();
 }

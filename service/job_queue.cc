@@ -560,6 +560,16 @@ absl::StatusOr<JobView> JobQueue::Get(const std::string& job_id) const {
   return JobView{Snapshot(*job, true), job->version, job->sequence, job->lease_span};
 }
 
+std::vector<std::string> JobQueue::JobsWithoutLeases() const {
+  std::vector<std::string> ids;
+  for (const auto& [id, job] : jobs_) {
+    if (!job->started() && !job->leased_ever) continue;
+    if (job->phase == Phase::kFinished || !job->leases.empty()) continue;
+    if (job->fenced_until <= clock_->Monotonic()) ids.push_back(id);
+  }
+  return ids;
+}
+
 absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_token,
                                        const std::set<v1::PrepJob::State>& states) const {
   const int64_t mask = StatesMask(states);

@@ -48,6 +48,9 @@ class JobQueue {
 
   // NOT_FOUND.
   absl::StatusOr<JobView> Get(const std::string& job_id) const;
+  // Unfinished jobs that have been started, here or by an earlier controller, and of which no lease
+  // of either can be open.
+  std::vector<std::string> JobsWithoutLeases() const;
   // Newest first, without plans and policy texts, at most `page_size` jobs and about 1 MiB.
   // INVALID_ARGUMENT for a token that is not ours or was made for other states.
   absl::StatusOr<JobPage> List(int page_size, const std::string& page_token,

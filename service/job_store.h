@@ -22,7 +22,8 @@ struct JobRecord {
   std::string destination;  // normalised URI
   std::string fingerprint;  // layout fingerprint
   // For how long after this controller's end leases of the job may still be open: duration and
-  // margin as it was set. Zero when none was ever given.
+  // margin as it was set; next to nothing when it has seen all of them closed. Zero when none was
+  // ever given.
   absl::Duration lease_span;
 };
 

@@ -1081,12 +1081,36 @@ absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
   return info->size_bytes == record.file().size_bytes() && info->etag == record.etag();
 }
 
+namespace {
+
+// A job removes the journals of others before its first write (ClearLeftovers), so one that is
+// there at its end belongs to a job that writes now, which a store without claims does not keep
+// out. Then neither may publish: parts of both have the same names.
+absl::Status CheckAlone(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, destination.List(kWorkPrefix));
+  for (const ObjectEntry& entry : entries) {
+    const ObjectName name = ParseObjectName(entry.key);
+    std::string fingerprint;
+    if (const auto* rank = std::get_if<RankJournal>(&name)) fingerprint = rank->fingerprint;
+    if (const auto* all = std::get_if<ReplicatedJournal>(&name)) fingerprint = all->fingerprint;
+    if (const auto* commit = std::get_if<CommitIntent>(&name)) fingerprint = commit->fingerprint;
+    if (fingerprint.empty() || fingerprint == plan.fingerprint) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        destination.uri(), ": another job writes here, of fingerprint ", fingerprint, " (",
+        entry.key, "), want ", plan.fingerprint, "; run one of them again when both have ended"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
 absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
                                                      ObjectStore& destination) {
   SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
   SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
   if (committed.whole.has_value()) return *committed.whole;
   SP_RETURN_IF_ERROR(CheckSourceUnchanged(plan, source));
+  SP_RETURN_IF_ERROR(CheckAlone(plan, destination));
   if (!committed.damage.empty()) {
     return absl::FailedPreconditionError(absl::StrCat(
         destination.uri(), " holds a damaged artefact of this plan: ", committed.damage));
@@ -1097,7 +1121,10 @@ absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, Object
   SP_ASSIGN_OR_RETURN(const Documents documents, MakeDocuments(plan, records, source));
   SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(documents.manifest));
   SP_RETURN_IF_ERROR(WriteSmallFiles(plan, documents, found));
-  const auto gate = [&] { return CheckSourceUnchanged(plan, source); };
+  const auto gate = [&] {
+    SP_RETURN_IF_ERROR(CheckSourceUnchanged(plan, source));
+    return CheckAlone(plan, destination);
+  };
   SP_RETURN_IF_ERROR(PublishManifest(text, gate, destination));
   return ReferenceTo(documents.manifest, text, destination);
 }

@@ -86,8 +86,8 @@ absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
 // Copies the small files, writes rank manifests, proves coverage on the records, and publishes
 // manifest.json last and if-absent. Idempotent: a manifest with equal bytes is a success.
 // Errors: DATA_LOSS when an object's size or ETag is not as recorded, or coverage is incomplete;
-// FAILED_PRECONDITION when another manifest got there first, a source file changed, or a copied
-// file's name is taken by another file.
+// FAILED_PRECONDITION when another manifest got there first, another job writes here, a source file
+// changed, or a copied file's name is taken by another file.
 absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
                                                      ObjectStore& destination);
 

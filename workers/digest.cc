@@ -137,6 +137,12 @@ void ChunkedDigest::FinishChunk() {
   chunk_filled_bytes_ = 0;
 }
 
+std::string ChunkedDigest::ChunkHex(int64_t begin, int64_t end) const {
+  if (begin % kDigestChunkBytes != 0 || end - begin != kDigestChunkBytes) return "";
+  const auto chunk = static_cast<size_t>(begin / kDigestChunkBytes);
+  return chunk < chunk_sha256_.size() ? HexEncode(chunk_sha256_[chunk]) : "";
+}
+
 FileDigest ChunkedDigest::Finish() {
   if (chunk_filled_bytes_ > 0) FinishChunk();
   FileDigest result;

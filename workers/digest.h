@@ -53,6 +53,10 @@ class ChunkedDigest {
   void Update(absl::Span<const uint8_t> bytes);
   FileDigest Finish();
 
+  // SHA-256 of bytes [begin, end) of the file as 64 hexadecimal digits when they are a whole chunk
+  // that has been seen; empty otherwise.
+  std::string ChunkHex(int64_t begin, int64_t end) const;
+
  private:
   struct Context;
   void FinishChunk();

@@ -762,7 +762,7 @@ class DirectoryReader final : public ObjectReader {
 // the finished bytes.
 class DirectoryWriter final : public ObjectWriter {
  public:
-  DirectoryWriter(const Tree* tree, std::string key, WriteOptions options,
+  DirectoryWriter(const Tree* tree, std::string key, const WriteOptions& options,
                   TemporaryObject temporary)
       : tree_(tree),
         key_(std::move(key)),

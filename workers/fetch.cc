@@ -44,6 +44,7 @@
 #include "workers/artifact.h"
 #include "workers/digest.h"
 #include "workers/object_names.h"
+#include "workers/parallel.h"
 #include "workers/proto_json.h"
 
 namespace shardprep {
@@ -293,16 +294,34 @@ absl::Status CheckRanks(const std::vector<int32_t>& ranks, const v1::Manifest& m
   return absl::OkStatus();
 }
 
+// Small objects by key: their bytes, or why they cannot be had.
+using Texts = std::map<std::string, absl::StatusOr<std::string>>;
+
+// Reads them at once where each is a request with a latency of its own.
+Texts GetEach(ObjectStore& store, const std::vector<std::string>& keys) {
+  std::vector<absl::StatusOr<std::string>> texts(keys.size());
+  ForEachAtOnce(static_cast<int64_t>(keys.size()),
+                store.PreferredReadBytes() > 0 ? kRequestsAtOnce : 1, [&](int64_t i) {
+                  texts[static_cast<size_t>(i)] =
+                      store.Get(keys[static_cast<size_t>(i)], kMaxDocumentBytes);
+                });
+  Texts by_key;
+  for (size_t i = 0; i < keys.size(); ++i) by_key.emplace(keys[i], std::move(texts[i]));
+  return by_key;
+}
+
+absl::StatusOr<std::string> TextOf(const Texts& texts, const std::string& key) {
+  const auto& text = texts.at(key);
+  if (absl::IsNotFound(text.status())) return absl::DataLossError(absl::StrCat(key, ": missing"));
+  return text;
+}
+
 // A rank manifest and the data files that it lists. Names come from outside: each must be the one
 // that we would have given, so none can leave the directory.
-absl::Status AddRank(ObjectStore& store, const v1::SmallFile& reference, int32_t rank,
+absl::Status AddRank(const Texts& texts, const v1::SmallFile& reference, int32_t rank,
                      Wanted& wanted) {
-  const auto text = store.Get(reference.key(), kMaxDocumentBytes);
-  if (absl::IsNotFound(text.status())) {
-    return absl::DataLossError(absl::StrCat(reference.key(), ": missing"));
-  }
-  SP_RETURN_IF_ERROR(text.status());
-  SP_ASSIGN_OR_RETURN(const v1::RankManifest manifest, ParseRankManifest(*text, reference));
+  SP_ASSIGN_OR_RETURN(const std::string text, TextOf(texts, reference.key()));
+  SP_ASSIGN_OR_RETURN(const v1::RankManifest manifest, ParseRankManifest(text, reference));
   if (!manifest.has_rank() || manifest.rank() != rank ||
       manifest.layout_fingerprint() != wanted.manifest.layout_fingerprint()) {
     return absl::DataLossError(absl::StrCat(reference.key(), ": is of rank ", manifest.rank(),
@@ -323,36 +342,41 @@ absl::Status AddRank(ObjectStore& store, const v1::SmallFile& reference, int32_t
     wanted.data_bytes += file.size_bytes();
     wanted.data_files.push_back(file);
   }
-  wanted.small_files[reference.key()] = *text;
+  wanted.small_files[reference.key()] = text;
   return absl::OkStatus();
 }
 
-absl::Status AddSmallFile(ObjectStore& store, const v1::SmallFile& file, Wanted& wanted) {
-  const auto bytes = store.Get(file.key(), kMaxDocumentBytes);
-  if (absl::IsNotFound(bytes.status())) {
-    return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
-  }
-  SP_RETURN_IF_ERROR(bytes.status());
-  if (static_cast<int64_t>(bytes->size()) != file.size_bytes() ||
-      Sha256Hex(*bytes) != file.sha256()) {
+absl::Status AddSmallFile(const Texts& texts, const v1::SmallFile& file, Wanted& wanted) {
+  SP_ASSIGN_OR_RETURN(const std::string bytes, TextOf(texts, file.key()));
+  if (static_cast<int64_t>(bytes.size()) != file.size_bytes() ||
+      Sha256Hex(bytes) != file.sha256()) {
     return absl::DataLossError(
-        absl::StrCat(file.key(), ": SHA-256 ", Sha256Hex(*bytes), ", want ", file.sha256()));
+        absl::StrCat(file.key(), ": SHA-256 ", Sha256Hex(bytes), ", want ", file.sha256()));
   }
-  wanted.small_files[file.key()] = *bytes;
+  wanted.small_files[file.key()] = bytes;
   return absl::OkStatus();
 }
 
-// The expert maps of the ranks, where the artefact has any.
-absl::Status AddExpertMaps(ObjectStore& store, const std::vector<int32_t>& ranks, Wanted& wanted) {
-  if (wanted.manifest.expert_maps().empty()) return absl::OkStatus();
+// The small files of the ranks besides their manifests: expert maps, where the artefact has any,
+// and copied files. Their names come from outside as well.
+absl::StatusOr<std::vector<v1::SmallFile>> SmallFilesOf(const v1::Manifest& manifest,
+                                                        const std::vector<int32_t>& ranks) {
+  std::vector<v1::SmallFile> files;
   std::map<std::string, const v1::SmallFile*> maps;
-  for (const v1::SmallFile& file : wanted.manifest.expert_maps()) maps[file.key()] = &file;
+  for (const v1::SmallFile& file : manifest.expert_maps()) maps[file.key()] = &file;
   for (const int32_t rank : ranks) {
+    if (maps.empty()) break;
     const auto it = maps.find(ObjectKey(ExpertMap{.rank = rank}));
     if (it == maps.end()) return Malformed(absl::StrCat("no expert map of rank ", rank));
-    SP_RETURN_IF_ERROR(AddSmallFile(store, *it->second, wanted));
+    files.push_back(*it->second);
   }
-  return absl::OkStatus();
+  for (const v1::SmallFile& file : manifest.copied_files()) {
+    if (!CopiedFileKey(file.key()).ok() || absl::StrContains(file.key(), '/')) {
+      return Malformed(absl::StrCat("copied file '", file.key(), "' has no name to copy to"));
+    }
+    files.push_back(file);
+  }
+  return files;
 }
 
 absl::StatusOr<Wanted> FindWanted(ObjectStore& store, const FetchOptions& options) {
@@ -369,25 +393,28 @@ absl::StatusOr<Wanted> FindWanted(ObjectStore& store, const FetchOptions& option
   SP_RETURN_IF_ERROR(CheckRanks(options.ranks, wanted.manifest));
   wanted.small_files[manifest_key] = *text;
 
-  std::map<std::string, int32_t> keys;
-  for (const int32_t rank : options.ranks) keys[ObjectKey(RankManifest{.rank = rank})] = rank;
-  keys[ObjectKey(ReplicatedManifest{})] = kReplicatedRank;
+  std::map<std::string, int32_t> ranks;
+  for (const int32_t rank : options.ranks) ranks[ObjectKey(RankManifest{.rank = rank})] = rank;
+  ranks[ObjectKey(ReplicatedManifest{})] = kReplicatedRank;
+  SP_ASSIGN_OR_RETURN(const std::vector<v1::SmallFile> small_files,
+                      SmallFilesOf(wanted.manifest, options.ranks));
+  std::vector<std::string> keys;
+  for (const auto& [key, rank] : ranks) keys.push_back(key);
+  for (const v1::SmallFile& file : small_files) keys.push_back(file.key());
+  const Texts texts = GetEach(store, keys);
+
   size_t found = 0;
   for (const v1::SmallFile& reference : wanted.manifest.rank_manifests()) {
-    const auto it = keys.find(reference.key());
-    if (it == keys.end()) continue;
-    SP_RETURN_IF_ERROR(AddRank(store, reference, it->second, wanted));
+    const auto it = ranks.find(reference.key());
+    if (it == ranks.end()) continue;
+    SP_RETURN_IF_ERROR(AddRank(texts, reference, it->second, wanted));
     if (it->second != kReplicatedRank) ++found;
   }
   if (found != options.ranks.size()) {
     return Malformed("a rank manifest is missing or listed twice");
   }
-  SP_RETURN_IF_ERROR(AddExpertMaps(store, options.ranks, wanted));
-  for (const v1::SmallFile& file : wanted.manifest.copied_files()) {
-    if (!CopiedFileKey(file.key()).ok() || absl::StrContains(file.key(), '/')) {
-      return Malformed(absl::StrCat("copied file '", file.key(), "' has no name to copy to"));
-    }
-    SP_RETURN_IF_ERROR(AddSmallFile(store, file, wanted));
+  for (const v1::SmallFile& file : small_files) {
+    SP_RETURN_IF_ERROR(AddSmallFile(texts, file, wanted));
   }
   return wanted;
 }

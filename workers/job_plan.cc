@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/layout.h"
 #include "kernels/status_macros.h"
@@ -419,6 +420,11 @@ absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
   if (target.destination_uri() == "/") {
     return absl::InvalidArgumentError(
         "destination_uri is the root of the file system, want a directory of its own");
+  }
+  if (absl::StrContains(target.destination_uri() + "/", absl::StrCat("/", kWorkPrefix))) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("destination_uri is ", target.destination_uri(), ": what lies below ",
+                     kWorkPrefix, " is removed by the job that the folder belongs to"));
   }
   SP_RETURN_IF_ERROR(NormalizeParallelLayout(*target.mutable_parallel_layout()));
   SP_RETURN_IF_ERROR(NormalizeKernelTarget(*target.mutable_kernel_target()));

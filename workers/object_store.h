@@ -80,6 +80,10 @@ struct WriteOptions {
   // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(size_bytes, largest
   // Reserve). It belongs to the writer until Commit() returns or the writer is destroyed.
   absl::Span<uint8_t> buffer;
+  // What the caller knows of the SHA-256 of what it writes: 64 hexadecimal digits for bytes [begin,
+  // end) of the object, or empty. Asked from Advance() and Commit(), about bytes advanced over. A
+  // store that needs them anyway does not hash these bytes again. May be empty.
+  std::function<std::string(int64_t begin, int64_t end)> sha256_of;
 };
 
 // One object streamed in order. Not thread safe; different writers are independent. After an error
@@ -152,7 +156,8 @@ class ObjectStore {
 
   // Claims the whole store for a job. FAILED_PRECONDITION when another process, or another job of
   // this one, has it, by whatever path it came here. The claim of a store that cannot lock excludes
-  // nobody; there, leases and the if-absent manifest are what keeps writers apart.
+  // nobody; there, leases, the if-absent manifest and a look for it before each part are what keeps
+  // writers apart.
   virtual absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() {
     return std::make_unique<StoreClaim>();
   }

@@ -29,8 +29,8 @@ absl::Status BadUri(const std::string& uri, absl::string_view reason) {
   return absl::InvalidArgumentError(absl::StrCat("URI \"", shown, "\": ", reason));
 }
 
-// The lower-case scheme and what follows its colon. Only `scheme://` and `file:` count as having
-// one: `model:v2` is a path.
+// The lower-case scheme and what follows its colon. Only `scheme://`, `file:/` and `s3:/` count as
+// having one: `model:v2` is a path.
 struct SplitUri {
   std::string scheme;
   std::string rest;
@@ -46,8 +46,8 @@ SplitUri SplitScheme(const std::string& uri) {
                          return absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '+' ||
                                 c == '-' || c == '.';
                        });
-  const bool is_file = scheme == "file" && absl::StartsWith(rest, "/");
-  if (!is_name || !(is_file || absl::StartsWith(rest, "//"))) return {"", uri};
+  const bool is_ours = (scheme == "file" || scheme == "s3") && absl::StartsWith(rest, "/");
+  if (!is_name || !(is_ours || absl::StartsWith(rest, "//"))) return {"", uri};
   return {scheme, rest};
 }
 
@@ -111,6 +111,7 @@ absl::StatusOr<std::string> NormalizePath(const std::string& uri, const std::str
 }
 
 absl::StatusOr<std::string> NormalizeS3(const std::string& uri, const std::string& rest) {
+  if (!absl::StartsWith(rest, "//")) return BadUri(uri, "want s3://bucket/prefix");
   const std::string place(absl::StripSuffix(absl::StripPrefix(rest, "//"), "/"));
   const size_t slash = place.find('/');
   const std::string bucket = place.substr(0, slash);

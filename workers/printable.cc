@@ -53,4 +53,13 @@ std::string Printable(absl::string_view text) {
   return shown;
 }
 
+bool IsUtf8(absl::string_view text) {
+  while (!text.empty()) {
+    const size_t size = CharacterBytes(text);
+    if (size == 0) return false;
+    text.remove_prefix(size);
+  }
+  return true;
+}
+
 }  // namespace shardprep

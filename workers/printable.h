@@ -13,4 +13,7 @@ namespace shardprep {
 // their own bound and escapes (PrintableName() in workers/safetensors.h).
 std::string Printable(absl::string_view text);
 
+// Whether a protobuf string can hold the text.
+bool IsUtf8(absl::string_view text);
+
 }  // namespace shardprep

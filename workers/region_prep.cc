@@ -11,7 +11,9 @@
 //    CRC and output bytes into the digest while both are in cache; the writer sends the buffer off
 //    when it is full. Output is made in its final order, so a part is one sequential stream.
 // 4. When a part is whole: the source files are checked to be unchanged, the fence is asked, the
-//    part gets its name, and its record is written to the journal.
+//    part gets its name, and its record is written to the journal. Not where a manifest lies by
+//    then: at a store without claims another controller's job may have committed an artefact, which
+//    a part of ours would spoil.
 //
 // The first error of any thread ends all; parts without a name vanish with their writers.
 #include "workers/region_prep.h"
@@ -33,6 +35,7 @@
 #include "workers/artifact.h"
 #include "workers/block_plan.h"
 #include "workers/digest.h"
+#include "workers/object_names.h"
 #include "workers/parallel.h"
 #include "workers/source_spans.h"
 #include "workers/span_reader.h"
@@ -192,9 +195,11 @@ class RankStream {
     SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(*task_.plan, part, rank_));
     SP_ASSIGN_OR_RETURN(record_, PlannedRecord(*task_.plan, {task_.region, rank_, &part}));
     const v1::FileRecord& file = record_.file();
-    SP_ASSIGN_OR_RETURN(
-        writer_, task_.destination->Create(file.key(),
-                                           {.size_bytes = file.size_bytes(), .buffer = buffer_}));
+    WriteOptions options;
+    options.size_bytes = file.size_bytes();
+    options.sha256_of = [this](int64_t begin, int64_t end) { return digest_.ChunkHex(begin, end); };
+    options.buffer = buffer_;
+    SP_ASSIGN_OR_RETURN(writer_, task_.destination->Create(file.key(), options));
     next_tensor_ = 0;
     return Append(header);
   }
@@ -263,7 +268,7 @@ class RankStream {
   absl::Status EndPart() {
     {
       StageTimer timer(progress_, Stage::kWrite);
-      SP_ASSIGN_OR_RETURN(const ObjectInfo info, writer_->Commit(task_.gate));
+      SP_ASSIGN_OR_RETURN(const ObjectInfo info, writer_->Commit([this] { return MayPublish(); }));
       record_.set_etag(info.etag);
       writer_.reset();
     }
@@ -277,6 +282,20 @@ class RankStream {
   }
 
  private:
+  // The fence last, since the store may take its time to answer; and a lost lease explains a
+  // manifest of another job.
+  absl::Status MayPublish() {
+    const absl::Status manifest = task_.destination->Head(ObjectKey(ManifestName{})).status();
+    if (!manifest.ok() && !absl::IsNotFound(manifest)) return manifest;
+    if (task_.gate) SP_RETURN_IF_ERROR(task_.gate());
+    if (manifest.ok()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(task_.destination->uri(), ": another job has committed an artefact here, ",
+                       record_.file().key(), " of this one is not written over it"));
+    }
+    return absl::OkStatus();
+  }
+
   absl::Status VerifyAndRecord() {
     if (task_.plan->spec.verify_after_write()) SP_RETURN_IF_ERROR(ReadBack(record_.file()));
     return RecordPart(record_, *task_.destination, task_.gate);

@@ -50,8 +50,9 @@ struct RegionTask {
 // Each source byte that the set needs is read once. Parts that were finished before an error stay,
 // recorded; one whose record cannot be written is removed.
 // Errors: DATA_LOSS when a source file is not what the plan saw, or a written part does not read
-// back; ABORTED when the gate refuses; CANCELLED when stopped; INVALID_ARGUMENT for too little
-// memory; else what a store or the device answers.
+// back; FAILED_PRECONDITION, and no part is written, once the destination has a manifest, which
+// only another job can have published; ABORTED when the gate refuses; CANCELLED when stopped;
+// INVALID_ARGUMENT for too little memory; else what a store or the device answers.
 absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress);
 
 }  // namespace shardprep

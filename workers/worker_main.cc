@@ -16,15 +16,15 @@
 #include <prometheus/registry.h>
 
 #include "absl/flags/flag.h"
-#include "absl/flags/parse.h"
-#include "absl/flags/usage.h"
 #include "kernels/shuffle.h"
 #include "workers/byte_size.h"
 #include "workers/clock.h"
 #include "workers/grpc_channel.h"
 #include "workers/log.h"
 #include "workers/metrics_http.h"
+#include "workers/program_flags.h"
 #include "workers/s3/s3_client.h"
+#include "workers/s3/s3_metrics.h"
 #include "workers/s3/s3_options.h"
 #include "workers/version.h"
 #include "workers/worker.h"
@@ -139,9 +139,9 @@ std::optional<std::string> Environment(const std::string& name) {
 }
 
 // A worker of directories goes on without S3; a job that needs it is then told so.
-std::shared_ptr<S3Connection> S3FromFlags() {
+std::shared_ptr<S3Connection> S3FromFlags(S3Observer* observer) {
   const auto options = MakeS3Options(S3FlagsGiven(), Environment);
-  auto connection = options.ok() ? ConnectS3(*options) : options.status();
+  auto connection = options.ok() ? ConnectS3(*options, {.observer = observer}) : options.status();
   if (connection.ok()) return *std::move(connection);
   Log(LogLevel::kWarning, "worker", "S3 cannot be used", {{"status", connection.status()}});
   return nullptr;
@@ -170,7 +170,6 @@ int Main() {
   options.threads = absl::GetFlag(FLAGS_threads);
   if (options.threads <= 0) options.threads = static_cast<int>(std::thread::hardware_concurrency());
   options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
-  options.s3 = S3FromFlags();
 
   const ConnectionSecurity security{.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),
                                             .key = absl::GetFlag(FLAGS_tls_key),
@@ -183,6 +182,8 @@ int Main() {
   const SystemClock clock;
   const auto registry = std::make_shared<prometheus::Registry>();
   WorkerMetrics metrics(*registry, kToolVersion);
+  S3Metrics s3_metrics(*registry);
+  options.s3 = S3FromFlags(&s3_metrics);
   Worker worker(options, link.get(), shuffler->get(), &clock, &metrics);
   std::unique_ptr<MetricsServer> server;
   if (const std::string address = absl::GetFlag(FLAGS_metrics_listen); !address.empty()) {
@@ -203,9 +204,9 @@ int Main() {
 }  // namespace shardprep
 
 int main(int argc, char** argv) {
-  absl::SetProgramUsageMessage(
+  shardprep::ParseProgramFlags(
+      argc, argv,
       "Prepares what a shardprep controller leases to it, until SIGTERM.\n\n"
       "  shardprep-worker --controller=unix:/run/shardprep/controller.sock --memory_budget=512MiB");
-  absl::ParseCommandLine(argc, argv);
   return shardprep::Main();
 }

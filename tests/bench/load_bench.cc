@@ -46,8 +46,6 @@ ABSL_FLAG(int, watchers, 100, "Watches to keep open.");
 ABSL_FLAG(int, seconds, 10, "How long to call.");
 ABSL_FLAG(bool, durable, true, "Keep the jobs in a state directory.");
 
-extern char** environ;
-
 namespace shardprep {
 namespace {
 
@@ -82,6 +80,7 @@ class ControllerProcess {
     posix_spawn_file_actions_adddup2(&actions, 1, 2);
     arguments.insert(arguments.begin(), program);
     std::vector<char*> argv;
+    argv.reserve(arguments.size() + 1);
     for (std::string& argument : arguments) argv.push_back(argument.data());
     argv.push_back(nullptr);
     const int error =

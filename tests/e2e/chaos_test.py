@@ -369,6 +369,7 @@ class Round:
         total = sum(path.stat().st_size for path in self.yardstick.destination.glob("*"))
         with Tmpfs(self.dir / "small", int(self.random.uniform(0.2, 0.9) * total)) as small:
             if not small:
+                self.fault = "prepare_killed"  # this user may not mount
                 return self.fault_prepare_killed()
             self.destination = small / "prepared"
             refused = self.start_prepare()
@@ -454,7 +455,7 @@ def run_round(yardstick, seed, number, fault, report):
     one = Round(yardstick, seed, number, fault)
     try:
         one.run()
-        report(f"round {number:3} {fault:20} ok {time.monotonic() - start:6.1f} s"
+        report(f"round {number:3} {one.fault:20} ok {time.monotonic() - start:6.1f} s"
                f"   {len(one.recorded):2} parts recorded, {one.redone_bytes:9} bytes redone")
         return one.redone_bytes
     finally:

@@ -20,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "service/controller_metrics.h"
 #include "workers/metrics_http.h"
+#include "workers/s3/s3_metrics.h"
 #include "workers/worker_metrics.h"
 
 namespace shardprep {
@@ -65,6 +66,7 @@ TEST(Metrics, NamesTypesAndLabelsAreAsInTheGoldenFile) {
   const ControllerMetrics controller_metrics(controller, "1.2.3");
   prometheus::Registry worker;
   const WorkerMetrics worker_metrics(worker, "1.2.3");
+  const S3Metrics s3_metrics(worker);
   std::ifstream file(SHARDPREP_METRICS_GOLDEN);
   std::stringstream golden;
   golden << file.rdbuf();
@@ -74,6 +76,7 @@ TEST(Metrics, NamesTypesAndLabelsAreAsInTheGoldenFile) {
 TEST(Metrics, EveryNameIsPrefixedAndEverySeriesStartsAtZero) {
   prometheus::Registry registry;
   const WorkerMetrics worker_metrics(registry, "1.2.3");
+  const S3Metrics s3_metrics(registry);
   prometheus::Registry controller;
   const ControllerMetrics controller_metrics(controller, "1.2.3");
   for (const prometheus::Registry* r : {&registry, &controller}) {
@@ -103,6 +106,47 @@ TEST(WorkerMetrics, EveryCallCanBeCountedWithEveryCode) {
   }
   const std::string described = Describe("worker", registry);
   EXPECT_THAT(described, Not(HasSubstr("UNKNOWN")));  // folded into OTHER
+}
+
+TEST(S3Metrics, CountsRequestsByAnswerAndRetries) {
+  prometheus::Registry registry;
+  S3Metrics metrics(registry);
+  const auto value = [&registry](const std::string& name, const std::string& operation,
+                                 const std::string& answer) {
+    for (const prometheus::MetricFamily& family : registry.Collect()) {
+      if (family.name != name) continue;
+      for (const prometheus::ClientMetric& metric : family.metric) {
+        std::map<std::string, std::string> labels;
+        for (const auto& label : metric.label) labels[label.name] = label.value;
+        if (labels["operation"] == operation && labels["answer"] == answer) {
+          return metric.counter.value;
+        }
+      }
+    }
+    return -1.0;
+  };
+  S3Exchange exchange;
+  exchange.operation = "UploadPart";
+  exchange.http_status = 200;
+  metrics.OnExchange(exchange);
+  exchange.http_status = 503;
+  metrics.OnExchange(exchange);
+  exchange.attempt = 2;
+  exchange.http_status = 206;
+  exchange.transport = absl::StatusCode::kUnavailable;  // cut in its body
+  metrics.OnExchange(exchange);
+  exchange = S3Exchange();
+  exchange.operation = "SomethingNew";
+  exchange.http_status = 101;
+  metrics.OnExchange(exchange);
+  metrics.OnAbortFailed();
+  const char* const requests = "shardprep_s3_requests_total";
+  EXPECT_EQ(value(requests, "UploadPart", "2xx"), 1);
+  EXPECT_EQ(value(requests, "UploadPart", "5xx"), 1);
+  EXPECT_EQ(value(requests, "UploadPart", "none"), 1);
+  EXPECT_EQ(value(requests, "other", "other"), 1);
+  EXPECT_EQ(value("shardprep_s3_retries_total", "", ""), 1);
+  EXPECT_EQ(value("shardprep_s3_failed_aborts_total", "", ""), 1);
 }
 
 // The whole answer to one request.

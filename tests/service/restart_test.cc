@@ -106,6 +106,15 @@ class RestartTest : public ControllerFixture, public testing::WithParamInterface
     StartController(options);
   }
 
+  // The controller ends in order, and another one starts on what it recorded.
+  void Restart(const ControllerOptions& options = Options()) {
+    controller_.reset();
+    if (std::string(GetParam()) == "Sqlite") OpenLasting();
+    StartController(options);
+    clock_.Advance(absl::Milliseconds(1));
+    controller_->Tick();
+  }
+
   // All records, by id, as they are now.
   std::vector<std::string> Recorded() {
     std::vector<std::string> ids;
@@ -223,6 +232,46 @@ TEST_P(RestartTest, FenceIsThatOfTheControllerThatGaveTheLeases) {
   EXPECT_EQ(backend_.calls().plans, plans);
   clock_.Advance(absl::Seconds(10));
   WorkUntilDone("w2", "a");
+}
+
+TEST_P(RestartTest, AJobWhoseLeasesADrainHasClosedGoesOnAtOnce) {
+  ASSERT_TRUE(Create("open", Spec("/models/b", "/out/b")).ok());
+  for (const char* worker : {"u", "v"}) {  // one for each of its regions
+    ASSERT_EQ(Synchronize(Request(worker))->leases_size(), 1);
+  }
+  ASSERT_TRUE(Create("closed", Spec("/models/a", "/out/a")).ok());
+  v1::SynchronizeRequest request = Request("w");
+  const absl::StatusOr<v1::SynchronizeResponse> leased = Synchronize(request);
+  ASSERT_EQ(leased->leases_size(), 1);
+  controller_->StopLeasing();
+  v1::LeaseReport& report = *request.add_leases();
+  report.set_lease_id(leased->leases(0).lease_id());
+  report.set_state(v1::LeaseReport::STATE_RETURNED);
+  ASSERT_EQ(Poll(request)->leases_size(), 0);
+  Restart();
+
+  WorkUntilDone("w2", "closed");
+  EXPECT_FALSE(IsTerminal(StateOf("open"))) << "its lease may be open";
+  EXPECT_EQ(Poll(Request("w2"))->leases_size(), 0);
+  clock_.Advance(kFence);
+  WorkUntilDone("w2", "open");
+}
+
+TEST_P(RestartTest, AJobThatADrainHasStoppedIsRemovedWhenItIsCancelledLater) {
+  ASSERT_TRUE(Create("a", Spec("/models/a", "/out/a")).ok());
+  v1::SynchronizeRequest request = Request("w");
+  const absl::StatusOr<v1::SynchronizeResponse> leased = Synchronize(request);
+  ASSERT_EQ(leased->leases_size(), 1);
+  controller_->StopLeasing();
+  v1::LeaseReport& report = *request.add_leases();
+  report.set_lease_id(leased->leases(0).lease_id());
+  report.set_state(v1::LeaseReport::STATE_RETURNED);
+  ASSERT_EQ(Poll(request)->leases_size(), 0);
+  const int removals = backend_.calls().removals;
+  Restart();
+  ASSERT_TRUE(Cancel("a").ok());
+  AwaitState("a", v1::PrepJob::STATE_CANCELLED);
+  EXPECT_EQ(backend_.calls().removals, removals + 1);
 }
 
 TEST_P(RestartTest, WorkersOfTheKilledControllerAreToldToStop) {

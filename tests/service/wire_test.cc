@@ -103,6 +103,15 @@ TEST(Printable, KeepsTextAndShowsBytesThatAreNone) {
   }
 }
 
+TEST(Printable, Utf8IsToldFromOtherBytes) {
+  for (const char* text : {"", "plain\x1b", "\xc3\xa9 \xf0\x9f\x98\x80", "\xc2\x9b"}) {
+    EXPECT_TRUE(IsUtf8(text)) << Printable(text);
+  }
+  for (const char* text : {"\xff", "cut \xe2\x82", "\xc0\xaf", "\xed\xa0\x80"}) {
+    EXPECT_FALSE(IsUtf8(text)) << Printable(text);
+  }
+}
+
 TEST(GrpcStatus, ForeignStatusesAreTakenAsTheyAre) {
   EXPECT_EQ(FromGrpcStatus(grpc::Status(grpc::StatusCode::UNAVAILABLE, "no route")).code(),
             absl::StatusCode::kUnavailable);

@@ -688,6 +688,20 @@ TEST(RemoveJobOutput, RemovesWhatAnUnfinishedCommitCreated) {
   EXPECT_THAT(artifact.Keys(), ElementsAre("config.json"));
 }
 
+TEST(CommitArtifact, RefusesBesideTheJournalOfAnotherJob) {
+  TestArtifact artifact;
+  ASSERT_TRUE(artifact.Prepare().ok());
+  const std::string rival =
+      ObjectKey(RankJournal{.fingerprint = std::string(64, 'a'), .rank = 0, .part = 0});
+  ASSERT_TRUE(artifact.destination().Put(rival, "{}", CommitGate()).ok());
+  const absl::Status refused = artifact.Commit().status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("another job writes here"));
+  EXPECT_THAT(artifact.Keys(), Not(Contains("manifest.json")));
+  ASSERT_TRUE(artifact.destination().Delete(rival).ok());
+  EXPECT_TRUE(artifact.Commit().ok());
+}
+
 TEST(ClearLeftovers, RemovesWhatAnUnfinishedCommitOfAnotherJobCreated) {
   TestArtifact artifact;
   ASSERT_TRUE(artifact.Prepare().ok());

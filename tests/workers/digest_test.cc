@@ -27,6 +27,20 @@ Bytes Pattern(int64_t size) {
   return bytes;
 }
 
+TEST(ChunkedDigest, TellsWholeChunksAsTheyEnd) {
+  ChunkedDigest digest;
+  std::vector<uint8_t> bytes(kDigestChunkBytes + 5);
+  for (size_t i = 0; i < bytes.size(); ++i) bytes[i] = static_cast<uint8_t>(i * 131 >> 7);
+  const auto all = absl::MakeConstSpan(bytes);
+  digest.Update(all.first(kDigestChunkBytes - 1));
+  EXPECT_EQ(digest.ChunkHex(0, kDigestChunkBytes), "");
+  digest.Update(all.subspan(kDigestChunkBytes - 1));
+  EXPECT_EQ(digest.ChunkHex(0, kDigestChunkBytes), Sha256Hex(all.first(kDigestChunkBytes)));
+  EXPECT_EQ(digest.ChunkHex(0, kDigestChunkBytes - 1), "");
+  EXPECT_EQ(digest.ChunkHex(1, kDigestChunkBytes + 1), "");
+  EXPECT_EQ(digest.ChunkHex(kDigestChunkBytes, 2 * kDigestChunkBytes), "");
+}
+
 TEST(Sha256, PublishedVectors) {
   // FIPS 180-2, appendix B, and the empty message.
   const struct {

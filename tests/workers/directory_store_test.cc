@@ -85,7 +85,8 @@ absl::StatusOr<ObjectInfo> Stream(ObjectStore& store, const std::string& key,
                                   const std::string& bytes, int64_t reserve,
                                   const CommitGate& gate = CommitGate()) {
   std::vector<uint8_t> buffer(static_cast<size_t>(store.WriteBufferBytes(1 << 30, reserve)));
-  auto writer = store.Create(key, {static_cast<int64_t>(bytes.size()), absl::MakeSpan(buffer)});
+  auto writer = store.Create(
+      key, {.size_bytes = static_cast<int64_t>(bytes.size()), .buffer = absl::MakeSpan(buffer)});
   if (!writer.ok()) return writer.status();
   for (size_t at = 0; at < bytes.size();) {
     const auto room = (*writer)->Reserve(reserve);
@@ -338,7 +339,8 @@ TEST_F(DirectoryFaults, AFullDiskInTheMiddleLeavesTheOldObject) {
 TEST_F(DirectoryFaults, AWriterThatFailedStaysFailed) {
   ops_.pwrite_errno = ENOSPC;
   std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 1 << 20)));
-  auto writer = store_->Create("new", {int64_t{2} << 20, absl::MakeSpan(buffer)});
+  auto writer =
+      store_->Create("new", {.size_bytes = int64_t{2} << 20, .buffer = absl::MakeSpan(buffer)});
   ASSERT_TRUE(writer.ok());
   ASSERT_THAT((*writer)->Reserve(1 << 20), IsOk());
   EXPECT_THAT((*writer)->Advance(1 << 20), HasCode(absl::StatusCode::kResourceExhausted));
@@ -501,7 +503,7 @@ TEST_F(DirectoryFaults, AFailedFsyncIsNotAskedAgain) {
   ops_.file_fsync_errno = EIO;
   ops_.fsync_failures = 1;
   std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(100, 100)));
-  auto writer = store_->Create("old", {100, absl::MakeSpan(buffer)});
+  auto writer = store_->Create("old", {.size_bytes = 100, .buffer = absl::MakeSpan(buffer)});
   ASSERT_TRUE(writer.ok());
   ASSERT_TRUE((*writer)->Reserve(100).ok());
   ASSERT_THAT((*writer)->Advance(100), IsOk());
@@ -803,7 +805,7 @@ TEST_F(DirectoryDestination, WhatAKilledWriterLeftIsListedAndDeletable) {
 
 TEST_F(DirectoryDestination, CleaningUpFencesAWriterThatIsStillAlive) {
   std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 10)));
-  auto writer = store_->Create("part", {10, absl::MakeSpan(buffer)});
+  auto writer = store_->Create("part", {.size_bytes = 10, .buffer = absl::MakeSpan(buffer)});
   ASSERT_TRUE(writer.ok());
   ASSERT_THAT((*writer)->Reserve(10), IsOk());
   ASSERT_THAT((*writer)->Advance(10), IsOk());
@@ -856,7 +858,8 @@ TEST_F(DirectoryDestination, ADirectoryPrunedBeforeTheRenameIsMadeAgain) {
 TEST_F(DirectoryDestination, AnAbandonedFirstWriteLeavesOnlyTheRoot) {
   std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(1 << 30, 10)));
   {
-    ASSERT_THAT(store_->Create("sub/part", {1000, absl::MakeSpan(buffer)}), IsOk());
+    ASSERT_THAT(store_->Create("sub/part", {.size_bytes = 1000, .buffer = absl::MakeSpan(buffer)}),
+                IsOk());
   }
   EXPECT_THAT(Tree(root_), IsEmpty());
 }

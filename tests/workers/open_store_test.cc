@@ -96,7 +96,8 @@ TEST(NormalizeUri, RelativePathsNeedABase) {
   for (const auto& [uri, want] : kCases) {
     EXPECT_EQ(NormalizeUri(uri, "/home/user").value_or("?"), want) << uri;
   }
-  for (const std::string uri : {"model/../other", "../../../x", "./../a/.."}) {
+  // What lacks a slash of a scheme is no directory of that name.
+  for (const std::string uri : {"model/../other", "../../../x", "./../a/..", "s3:/bucket/x"}) {
     EXPECT_EQ(NormalizeUri(uri, "/home/user").status().code(), absl::StatusCode::kInvalidArgument)
         << uri;
   }

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
@@ -280,6 +281,28 @@ TEST_F(RegionPrepTest, ARefusedGateLeavesNoPart) {
   task.gate = [] { return absl::AbortedError("lease over"); };
   EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kAborted);
   EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+}
+
+TEST_F(RegionPrepTest, NoPartIsWrittenBesideAnothersManifest) {
+  v1::PrepJobSpec spec = Spec(4, "aiter-separated", destination_ / "out");
+  spec.set_part_size_bytes(4096);
+  Plan(spec);
+  RegionTask task = Task(0, 1, Budget(4, 1));
+  int publications = 0;
+  task.gate = [&]() -> absl::Status {
+    // Behind the first part of each rank, with its record.
+    if (++publications != 8) return absl::OkStatus();
+    return destination_store_->Put("manifest.json", "{}", {}).status();
+  };
+  const absl::Status status = PrepareRegion(task, progress_);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("another job has committed"));
+  int parts = 0;
+  const std::vector<ObjectEntry> entries = destination_store_->List("").value();
+  for (const ObjectEntry& entry : entries) {
+    parts += absl::EndsWith(entry.key, ".safetensors") ? 1 : 0;
+  }
+  EXPECT_EQ(parts, 4);
 }
 
 // Space that ends between a part and its record.

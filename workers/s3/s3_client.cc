@@ -400,7 +400,9 @@ HttpResponse HttpS3Connection::SendOnce(const S3Call& call, const Progress& prog
 S3Answer HttpS3Connection::Exchange(S3Call call) {
   S3Answer answer;
   Progress progress;
-  progress.payload_sha256 = options_.unsigned_payload ? kUnsignedPayload : Sha256Hex(call.body);
+  progress.payload_sha256 = options_.unsigned_payload  ? kUnsignedPayload
+                            : call.body_sha256.empty() ? Sha256Hex(call.body)
+                                                       : call.body_sha256;
   for (;;) {
     Next next = Next::kReturn;
     {

@@ -75,6 +75,7 @@ struct S3Call {
   QueryParameters query;
   std::vector<HttpHeader> headers;  // besides those of the signature
   absl::Span<const uint8_t> body;
+  std::string body_sha256;   // of `body`, hexadecimal, where it is known already
   absl::Span<uint8_t> into;  // as HttpRequest::into
   int64_t max_body_bytes = int64_t{1} << 20;
   absl::Duration timeout = absl::InfiniteDuration();

@@ -39,6 +39,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -427,6 +428,7 @@ class S3Writer final : public ObjectWriter {
       : site_(site),
         key_(std::move(key)),
         size_bytes_(options.size_bytes),
+        sha256_of_(options.sha256_of),
         part_bytes_(part_bytes),
         is_multipart_(options.size_bytes > part_bytes) {
     const size_t areas = is_multipart_ ? 2 : 1;
@@ -456,7 +458,7 @@ class S3Writer final : public ObjectWriter {
 
   absl::Status BeginUpload();
   absl::Status ShipPart();
-  void UploadPart(int64_t number, absl::Span<const uint8_t> bytes);
+  void UploadPart(int64_t number, absl::Span<const uint8_t> bytes, const std::string& sha256);
   absl::Status WaitForPart();
   absl::StatusOr<std::string> PutWhole(const CommitGate& gate);
   absl::StatusOr<std::string> Complete(const CommitGate& gate);
@@ -470,6 +472,7 @@ class S3Writer final : public ObjectWriter {
   const Site* const site_;
   const std::string key_;
   const int64_t size_bytes_;
+  const std::function<std::string(int64_t, int64_t)> sha256_of_;
   const int64_t part_bytes_;
   const bool is_multipart_;
   absl::Span<uint8_t> areas_[2];
@@ -544,7 +547,8 @@ absl::Status S3Writer::ShipPart() {
     absl::MutexLock lock(&mu_);
     uploading_ = true;
   }
-  connection().Run([this, number, part] { UploadPart(number, part); });
+  const std::string sha256 = sha256_of_ ? sha256_of_(shipped_, shipped_ + size) : "";
+  connection().Run([this, number, part, sha256] { UploadPart(number, part, sha256); });
   std::copy_n(areas_[current_].data() + size, filled_ - size, areas_[1 - current_].data());
   current_ = 1 - current_;
   shipped_ += size;
@@ -552,10 +556,12 @@ absl::Status S3Writer::ShipPart() {
   return absl::OkStatus();
 }
 
-void S3Writer::UploadPart(int64_t number, absl::Span<const uint8_t> bytes) {
+void S3Writer::UploadPart(int64_t number, absl::Span<const uint8_t> bytes,
+                          const std::string& sha256) {
   S3Call call = site_->CallOf("UploadPart", "PUT", key_);
   call.query = {{"partNumber", absl::StrCat(number)}, {"uploadId", upload_id_}};
   call.body = bytes;
+  call.body_sha256 = sha256;
   call.accept = [](const HttpResponse& response, S3Call*) { return CheckEtag(response); };
   const S3Answer answer = connection().Exchange(std::move(call));
   absl::Status status = answer.status;

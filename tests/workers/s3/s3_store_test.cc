@@ -21,6 +21,7 @@
 #include "tests/support/fake_s3.h"
 #include "tests/workers/object_store_conformance.h"
 #include "tests/workers/s3/s3_test_bed.h"
+#include "workers/digest.h"
 #include "workers/object_names.h"
 
 namespace shardprep {
@@ -736,6 +737,45 @@ TEST(S3Uploads, CleaningUpFencesAWriterThatIsStillAlive) {
   EXPECT_THAT(CleanUp(*other), IsOk());
   EXPECT_THAT(write.Commit(), HasCodeAndText(absl::StatusCode::kAborted, "aborted by another"));
   EXPECT_THAT(bed.server.Keys(), IsEmpty());
+}
+
+TEST(S3Commit, DigestsThatTheCallerHasAreSentAndHeldByTheStore) {
+  S3TestBed bed;
+  const std::string bytes = PositionBytes(3 * kPart);
+  std::vector<uint8_t> buffer(static_cast<size_t>(bed.store->WriteBufferBytes(3 * kPart, 1000)));
+  for (const bool right : {true, false}) {
+    std::vector<std::pair<int64_t, int64_t>> asked;
+    WriteOptions options;
+    options.size_bytes = 3 * kPart;
+    options.buffer = absl::MakeSpan(buffer);
+    options.sha256_of = [&](int64_t begin, int64_t end) -> std::string {
+      asked.emplace_back(begin, end);
+      if (begin == 2 * kPart) return "";
+      return Sha256Hex(bytes.substr(static_cast<size_t>(right ? begin : begin + 1),
+                                    static_cast<size_t>(end - begin)));
+    };
+    const auto writer = bed.store->Create("k", options);
+    ASSERT_THAT(writer, IsOk());
+    absl::Status status;
+    for (size_t at = 0; at < bytes.size() && status.ok(); at += 512) {
+      const auto room = (*writer)->Reserve(512);
+      status = room.status();
+      if (!status.ok()) break;
+      std::copy_n(bytes.data() + at, 512, room->data());
+      status = (*writer)->Advance(512);
+    }
+    if (status.ok()) status = (*writer)->Commit(CommitGate()).status();
+    if (right) {
+      EXPECT_THAT(status, IsOk());
+      EXPECT_THAT(asked, ElementsAre(std::pair(0, kPart), std::pair(kPart, 2 * kPart),
+                                     std::pair(2 * kPart, 3 * kPart)));
+      EXPECT_EQ(*bed.store->Get("k", 3 * kPart), bytes);
+      EXPECT_THAT(bed.store->Delete("k"), IsOk());
+    } else {
+      EXPECT_THAT(status, HasCodeAndText(absl::StatusCode::kUnavailable, "SHA256"));
+    }
+  }
+  EXPECT_THAT(bed.store->Head("k"), HasCode(absl::StatusCode::kNotFound));
 }
 
 TEST(S3Uploads, AStoppedWriterCleansUp) {

@@ -362,6 +362,7 @@ absl::Status AddSmallFile(const Texts& texts, const v1::SmallFile& file, Wanted&
 absl::StatusOr<std::vector<v1::SmallFile>> SmallFilesOf(const v1::Manifest& manifest,
                                                         const std::vector<int32_t>& ranks) {
   std::vector<v1::SmallFile> files;
+  files.reserve(ranks.size() + static_cast<size_t>(manifest.copied_files_size()));
   std::map<std::string, const v1::SmallFile*> maps;
   for (const v1::SmallFile& file : manifest.expert_maps()) maps[file.key()] = &file;
   for (const int32_t rank : ranks) {
@@ -399,6 +400,7 @@ absl::StatusOr<Wanted> FindWanted(ObjectStore& store, const FetchOptions& option
   SP_ASSIGN_OR_RETURN(const std::vector<v1::SmallFile> small_files,
                       SmallFilesOf(wanted.manifest, options.ranks));
   std::vector<std::string> keys;
+  keys.reserve(ranks.size() + small_files.size());
   for (const auto& [key, rank] : ranks) keys.push_back(key);
   for (const v1::SmallFile& file : small_files) keys.push_back(file.key());
   const Texts texts = GetEach(store, keys);

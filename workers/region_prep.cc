@@ -285,7 +285,7 @@ class RankStream {
   // The fence last, since the store may take its time to answer; and a lost lease explains a
   // manifest of another job.
   absl::Status MayPublish() {
-    const absl::Status manifest = task_.destination->Head(ObjectKey(ManifestName{})).status();
+    absl::Status manifest = task_.destination->Head(ObjectKey(ManifestName{})).status();
     if (!manifest.ok() && !absl::IsNotFound(manifest)) return manifest;
     if (task_.gate) SP_RETURN_IF_ERROR(task_.gate());
     if (manifest.ok()) {
@@ -797,6 +797,7 @@ std::vector<std::vector<int32_t>> BatchesOf(const SlicePlan& slices, const Regio
     batches[by_group ? slices.GroupOf(rank) : slices.ShapeOf(rank)].push_back(rank);
   }
   std::vector<std::vector<int32_t>> list;
+  list.reserve(batches.size());
   for (auto& [key, batch] : batches) list.push_back(std::move(batch));
   return list;
 }

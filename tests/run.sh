@@ -25,7 +25,7 @@ test_tmp=
 # --- steps ----------------------------------------------------------------------------------------
 
 install_packages() {
-  deploy/install_packages.sh build check consumers s3test
+  deploy/install_packages.sh build check consumers s3test deploy-check
   deploy/install_packages.sh hip || echo "Going on without the HIP packages."
 }
 

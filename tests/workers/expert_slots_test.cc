@@ -20,6 +20,7 @@ ExpertSlots Slots(const ExpertSlotInputs& inputs) {
 
 std::vector<size_t> Counts(const ExpertSlots& slots) {
   std::vector<size_t> counts;
+  counts.reserve(static_cast<size_t>(slots.groups()));
   for (int32_t g = 0; g < slots.groups(); ++g) counts.push_back(slots.LogicalOf(g).size());
   return counts;
 }

@@ -26,7 +26,6 @@
 namespace shardprep {
 namespace {
 
-using ::testing::HasSubstr;
 using Bytes = std::vector<uint8_t>;
 
 // `in` seen as an array of these extents, with its axes in another order (torch view + permute).

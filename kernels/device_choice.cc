@@ -1,4 +1,5 @@
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -34,19 +35,29 @@ DeviceChoice ChooseAny() {
   return {DeviceKind::kHip, 0, absl::StrCat("the first of ", *count, " HIP devices")};
 }
 
+// The device that "hip" or "hip:N" names; nothing for another word.
+std::optional<int> HipIndex(absl::string_view wish) {
+  if (wish == "hip") return 0;
+  int index = 0;
+  if (!absl::ConsumePrefix(&wish, "hip:") || !absl::SimpleAtoi(wish, &index) || index < 0) {
+    return std::nullopt;
+  }
+  return index;
+}
+
 }  // namespace
 
-absl::StatusOr<DeviceChoice> ChooseDevice(absl::string_view wish) {
-  if (wish == "auto") return ChooseAny();
-  if (wish == "cpu") return DeviceChoice{DeviceKind::kCpu, 0, "device 'cpu' was asked for"};
-  if (wish == "hip") return ChooseHip(0, "hip");
-  absl::string_view digits = wish;
-  int index = 0;
-  if (absl::ConsumePrefix(&digits, "hip:") && absl::SimpleAtoi(digits, &index) && index >= 0) {
-    return ChooseHip(index, std::string(wish));
-  }
+absl::Status CheckDeviceName(absl::string_view wish) {
+  if (wish == "auto" || wish == "cpu" || HipIndex(wish).has_value()) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("unknown device '", wish, "', want auto, cpu, hip or hip:N"));
+}
+
+absl::StatusOr<DeviceChoice> ChooseDevice(absl::string_view wish) {
+  SP_RETURN_IF_ERROR(CheckDeviceName(wish));
+  if (wish == "auto") return ChooseAny();
+  if (wish == "cpu") return DeviceChoice{DeviceKind::kCpu, 0, "device 'cpu' was asked for"};
+  return ChooseHip(*HipIndex(wish), std::string(wish));
 }
 
 absl::StatusOr<std::unique_ptr<Shuffler>> MakeHipShuffler(int device) {

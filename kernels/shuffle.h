@@ -101,6 +101,9 @@ struct DeviceChoice {
   std::string reason;  // one sentence for the log
 };
 
+// Whether `wish` is a word that ChooseDevice() knows. Looks at no device. INVALID_ARGUMENT.
+absl::Status CheckDeviceName(absl::string_view wish);
+
 // `wish` is "cpu", "hip", "hip:N" or "auto" (a HIP device when there is one, else the CPU).
 // INVALID_ARGUMENT for another word, FAILED_PRECONDITION when a HIP device was asked for and there
 // is none; the message says why.

@@ -5,14 +5,13 @@
 #include <cerrno>
 #include <climits>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "service/cli.h"
 #include "service/cli_signals.h"
+#include "workers/environment.h"
 #include "workers/version.h"
 
 namespace shardprep {
@@ -94,11 +93,6 @@ int Dispatch(const CliContext& context, const CliArguments& words) {
   return UnknownCommand(name);
 }
 
-std::optional<std::string> Environment(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
-
 int Main(const CliArguments& words) {
   // A closed pipe is an error of the write, reported below, and no reason to drop a job.
   signal(SIGPIPE, SIG_IGN);
@@ -109,9 +103,10 @@ int Main(const CliArguments& words) {
                  std::strerror(errno));
     return kExitFailure;
   }
-  const int exit_code = Dispatch(
-      {.working_directory = directory, .interrupts = &interrupts, .environment = Environment},
-      words);
+  const int exit_code = Dispatch({.working_directory = directory,
+                                  .interrupts = &interrupts,
+                                  .environment = ReadEnvironmentVariable},
+                                 words);
   const bool flushed = std::fflush(stdout) == 0;
   if (!flushed || std::ferror(stdout) != 0) {
     std::fprintf(stderr, "shardprep: standard output cannot be written\n");

@@ -23,6 +23,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
+#include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
 #include "service/controller.h"
 #include "service/controller_metrics.h"
@@ -65,6 +66,7 @@ class Host : public ControllerHost {
 
   absl::Status Start() {
     SP_RETURN_IF_ERROR(CheckNumbers());
+    SP_RETURN_IF_ERROR(CheckDeviceName(options_.device));
     SP_RETURN_IF_ERROR(CheckAllowLists());
     SP_ASSIGN_OR_RETURN(backend_, MakePrepBackend({.allow_source = options_.allow_source,
                                                    .allow_destination = options_.allow_destination,

@@ -4,9 +4,7 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +14,7 @@
 #include "kernels/status_macros.h"
 #include "service/controller_host.h"
 #include "workers/byte_size.h"
+#include "workers/environment.h"
 #include "workers/log.h"
 #include "workers/program_flags.h"
 #include "workers/s3/s3_client.h"
@@ -37,18 +36,6 @@ ABSL_FLAG(std::vector<std::string>, allow_destination, {},
           "Directories or s3:// prefixes that jobs may write; needed off loopback.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
           "Directories that symbolic links inside a source may lead into.");
-ABSL_FLAG(
-    std::string, s3_endpoint, "",
-    "S3 endpoint, http(s)://host[:port]. Default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else "
-    "that of AWS.");
-ABSL_FLAG(std::string, s3_region, "", "S3 region. Default: AWS_REGION, AWS_DEFAULT_REGION.");
-ABSL_FLAG(std::string, s3_addressing, "",
-          "Where the bucket stands in S3 requests: path or virtual (in the host name).");
-ABSL_FLAG(std::string, s3_ca_bundle, "",
-          "PEM certificates that sign the S3 endpoint's. Default: AWS_CA_BUNDLE, the system's.");
-ABSL_FLAG(
-    std::string, s3_payload, "",
-    "signed (default) or unsigned: hash payloads before they are sent. Unsigned over TLS only.");
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
 ABSL_FLAG(std::string, device, "auto", "Device of the local workers: auto, cpu or hip.");
 ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
@@ -77,19 +64,6 @@ int Fail(const absl::Status& status) {
   return 1;
 }
 
-S3Flags S3FlagsGiven() {
-  return {.endpoint = absl::GetFlag(FLAGS_s3_endpoint),
-          .region = absl::GetFlag(FLAGS_s3_region),
-          .addressing = absl::GetFlag(FLAGS_s3_addressing),
-          .ca_bundle = absl::GetFlag(FLAGS_s3_ca_bundle),
-          .payload = absl::GetFlag(FLAGS_s3_payload)};
-}
-
-std::optional<std::string> Environment(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
-
 absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
   ControllerHostOptions options;
   const absl::StatusOr<int64_t> budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
@@ -105,8 +79,8 @@ absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
   options.allow_source = absl::GetFlag(FLAGS_allow_source);
   options.allow_destination = absl::GetFlag(FLAGS_allow_destination);
   options.allow_source_root = absl::GetFlag(FLAGS_allow_source_root);
-  options.s3_flags = S3FlagsGiven();
-  SP_ASSIGN_OR_RETURN(const S3Options s3, MakeS3Options(options.s3_flags, Environment));
+  options.s3_flags = S3ProgramFlags();
+  SP_ASSIGN_OR_RETURN(const S3Options s3, MakeS3Options(options.s3_flags, ReadEnvironmentVariable));
   SP_ASSIGN_OR_RETURN(options.s3, ConnectS3(s3));
   options.local_workers = absl::GetFlag(FLAGS_local_workers);
   options.device = absl::GetFlag(FLAGS_device);

@@ -3,6 +3,8 @@
 
 #include <string>
 
+#include "workers/s3/s3_options.h"
+
 namespace shardprep {
 
 // Reads the flags of absl/flags from the command line. `_` and `-` are the same in a flag's name,
@@ -12,5 +14,8 @@ namespace shardprep {
 // and with 1, as absl/flags does, for --help: both print to standard output. `usage` says what the
 // program is for. Call it once, before the first thread.
 void ParseProgramFlags(int argc, char** argv, const std::string& usage);
+
+// What the flags --s3_* of both programs state.
+S3Flags S3ProgramFlags();
 
 }  // namespace shardprep

@@ -5,9 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <memory>
-#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,9 +14,11 @@
 #include <prometheus/registry.h>
 
 #include "absl/flags/flag.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/shuffle.h"
 #include "workers/byte_size.h"
 #include "workers/clock.h"
+#include "workers/environment.h"
 #include "workers/grpc_channel.h"
 #include "workers/log.h"
 #include "workers/metrics_http.h"
@@ -44,18 +44,6 @@ ABSL_FLAG(bool, exit_with_stdin, false,
           "End when standard input is closed, so that the worker does not outlive its parent.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
           "Directories that symbolic links inside a source may lead into.");
-ABSL_FLAG(
-    std::string, s3_endpoint, "",
-    "S3 endpoint, http(s)://host[:port]. Default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else "
-    "that of AWS.");
-ABSL_FLAG(std::string, s3_region, "", "S3 region. Default: AWS_REGION, AWS_DEFAULT_REGION.");
-ABSL_FLAG(std::string, s3_addressing, "",
-          "Where the bucket stands in S3 requests: path or virtual (in the host name).");
-ABSL_FLAG(std::string, s3_ca_bundle, "",
-          "PEM certificates that sign the S3 endpoint's. Default: AWS_CA_BUNDLE, the system's.");
-ABSL_FLAG(
-    std::string, s3_payload, "",
-    "signed (default) or unsigned: hash payloads before they are sent. Unsigned over TLS only.");
 ABSL_FLAG(std::string, tls_cert, "", "PEM certificate of this worker.");
 ABSL_FLAG(std::string, tls_key, "", "PEM key of this worker.");
 ABSL_FLAG(std::string, tls_ca, "", "PEM certificates of the authority that the controller uses.");
@@ -65,6 +53,7 @@ namespace shardprep {
 namespace {
 
 constexpr absl::Duration kSynchronizeDeadline = absl::Seconds(30);
+constexpr int kMaxThreads = 4096;
 constexpr absl::Duration kLiveness = absl::Seconds(120);
 
 int Fail(const absl::Status& status) {
@@ -125,22 +114,9 @@ std::string DefaultWorkerId() {
   return std::string(host) + "-" + std::to_string(getpid());
 }
 
-S3Flags S3FlagsGiven() {
-  return {.endpoint = absl::GetFlag(FLAGS_s3_endpoint),
-          .region = absl::GetFlag(FLAGS_s3_region),
-          .addressing = absl::GetFlag(FLAGS_s3_addressing),
-          .ca_bundle = absl::GetFlag(FLAGS_s3_ca_bundle),
-          .payload = absl::GetFlag(FLAGS_s3_payload)};
-}
-
-std::optional<std::string> Environment(const std::string& name) {
-  const char* value = std::getenv(name.c_str());
-  return value == nullptr ? std::nullopt : std::optional<std::string>(value);
-}
-
 // A worker of directories goes on without S3; a job that needs it is then told so.
 std::shared_ptr<S3Connection> S3FromFlags(S3Observer* observer) {
-  const auto options = MakeS3Options(S3FlagsGiven(), Environment);
+  const auto options = MakeS3Options(S3ProgramFlags(), ReadEnvironmentVariable);
   auto connection = options.ok() ? ConnectS3(*options, {.observer = observer}) : options.status();
   if (connection.ok()) return *std::move(connection);
   Log(LogLevel::kWarning, "worker", "S3 cannot be used", {{"status", connection.status()}});
@@ -156,6 +132,11 @@ int Main() {
   if (absl::GetFlag(FLAGS_exit_with_stdin)) prctl(PR_SET_PDEATHSIG, SIGKILL);
   const auto budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
   if (!budget.ok()) return Fail(budget.status());
+  const int threads = absl::GetFlag(FLAGS_threads);
+  if (threads < 0 || threads > kMaxThreads) {
+    return Fail(absl::InvalidArgumentError(
+        absl::StrCat("threads: ", threads, ", want 0 to ", kMaxThreads)));
+  }
   const auto choice = ChooseDevice(absl::GetFlag(FLAGS_device));
   if (!choice.ok()) return Fail(choice.status());
   auto shuffler = MakeShuffler(*choice);
@@ -167,8 +148,7 @@ int Main() {
   options.worker_id = absl::GetFlag(FLAGS_worker_id);
   if (options.worker_id.empty()) options.worker_id = DefaultWorkerId();
   options.memory_budget_bytes = *budget;
-  options.threads = absl::GetFlag(FLAGS_threads);
-  if (options.threads <= 0) options.threads = static_cast<int>(std::thread::hardware_concurrency());
+  options.threads = threads > 0 ? threads : static_cast<int>(std::thread::hardware_concurrency());
   options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
 
   const ConnectionSecurity security{.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),

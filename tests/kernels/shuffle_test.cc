@@ -454,6 +454,7 @@ TEST(Device, AWishIsMetOrRefusedButNeverIgnored) {
   EXPECT_EQ(ChooseDevice("cpu").value().kind, DeviceKind::kCpu);
   for (const char* word : {"", "gpu", "hip:", "hip:-1", "hip:x", "cuda", "CPU"}) {
     EXPECT_EQ(ChooseDevice(word).status().code(), absl::StatusCode::kInvalidArgument) << word;
+    EXPECT_EQ(CheckDeviceName(word), ChooseDevice(word).status());
   }
   const DeviceChoice any = ChooseDevice("auto").value();
   EXPECT_FALSE(any.reason.empty());

@@ -128,6 +128,17 @@ TEST(ControllerHost, OffLoopbackItNeedsAllowListsAndSecurity) {
   EXPECT_EQ(ControllerHost::Start(options).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
+TEST(ControllerHost, ADeviceThatNoWorkerKnowsIsRefusedAtStart) {
+  for (const char* device : {"foo", "hip:x", ""}) {
+    ControllerHostOptions options;
+    options.listen = {"127.0.0.1:0"};
+    options.device = device;
+    const absl::Status refused = ControllerHost::Start(options).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument) << device;
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("want auto, cpu, hip or hip:N"));
+  }
+}
+
 TEST(ControllerHost, NumbersAreChecked) {
   const auto refuse = [](const char* what, const auto& change) {
     ControllerHostOptions options;

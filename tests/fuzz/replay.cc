@@ -55,6 +55,7 @@ class Dice {
   std::mt19937_64 engine_;
 };
 
+// Draws stand one to a statement: arguments are evaluated in another order by another compiler.
 void MutateOnce(std::string& bytes, const std::vector<std::string>& corpus, Dice& dice) {
   const size_t at = dice.Below(bytes.size() + 1);
   const size_t length = std::min(dice.Below(16) + 1, bytes.size() - at);
@@ -65,9 +66,11 @@ void MutateOnce(std::string& bytes, const std::vector<std::string>& corpus, Dice
     case 1:
       if (at < bytes.size()) bytes[at] = static_cast<char>(dice.Below(256));
       break;
-    case 2:
-      bytes.insert(at, 1 + dice.Below(8), static_cast<char>(dice.Below(256)));
+    case 2: {
+      const size_t count = 1 + dice.Below(8);
+      bytes.insert(at, count, static_cast<char>(dice.Below(256)));
       break;
+    }
     case 3:
       bytes.erase(at, length);
       break;
@@ -81,7 +84,8 @@ void MutateOnce(std::string& bytes, const std::vector<std::string>& corpus, Dice
     }
     default: {  // a piece of another input
       const std::string& other = corpus[dice.Below(corpus.size())];
-      bytes.insert(at, other.substr(dice.Below(other.size() + 1), 1 + dice.Below(64)));
+      const size_t from = dice.Below(other.size() + 1);
+      bytes.insert(at, other.substr(from, 1 + dice.Below(64)));
       break;
     }
   }

@@ -29,7 +29,7 @@ packages_of() {
       # clang-offload-bundler is in clang-tools-19, llvm-objcopy in llvm-19.
       echo libamdhip64-dev rocm-device-libs clang-19 clang-tools-19 llvm-19 lld-19 ;;
     check)
-      echo clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 python3-grpcio \
+      echo clang-19 libclang-rt-19-dev clang-format-19 clang-tidy-19 openssl python3-grpcio \
         python3-protobuf ;;
     consumers)
       echo python3-torch pyflakes3 ;;

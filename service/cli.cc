@@ -210,6 +210,9 @@ void RunFlags::AddTo(FlagSet& flags) {
   flags.String("allow-source-root", "DIR,...",
                "Directories that symbolic links of the source may lead into, besides itself.",
                &allow_source_root);
+  flags.String("sign-key", "FILE",
+               "PEM file of an Ed25519 private key that signs the manifest (fetch --trust).",
+               &sign_key);
 }
 
 void TimeoutFlag::AddTo(FlagSet& flags) {

@@ -48,6 +48,7 @@ int RunList(const CliContext& context, const CliArguments& arguments);
 int RunWatch(const CliContext& context, const CliArguments& arguments);
 int RunCancel(const CliContext& context, const CliArguments& arguments);
 int RunVerify(const CliContext& context, const CliArguments& arguments);
+int RunSign(const CliContext& context, const CliArguments& arguments);
 int RunFetch(const CliContext& context, const CliArguments& arguments);
 int RunLayout(const CliContext& context, const CliArguments& arguments);
 
@@ -105,6 +106,7 @@ struct RunFlags {
   int64_t memory_budget_bytes = int64_t{512} << 20;
   std::string metrics_listen;
   std::string allow_source_root;
+  std::string sign_key;
 };
 
 // How long a job may take; for prepare and submit.

@@ -1,6 +1,7 @@
 // `shardprep fetch`: the shards of some ranks, if they are what the caller expects.
 #include <cstdio>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/status_macros.h"
@@ -21,7 +22,8 @@ constexpr char kCommand[] = "fetch";
 // Sets options.into to the absolute path.
 absl::StatusOr<FetchReport> Fetch(const CliContext& context, const std::string& uri,
                                   const std::string& into, const S3CliFlags& s3_flags,
-                                  FetchOptions& options) {
+                                  const std::vector<std::string>& trust, FetchOptions& options) {
+  SP_ASSIGN_OR_RETURN(options.trusted, TrustedKeys::Read(trust));
   SP_ASSIGN_OR_RETURN(options.into, NormalizeUri(into, context.working_directory));
   if (IsS3Uri(options.into)) {
     return absl::InvalidArgumentError(
@@ -80,6 +82,7 @@ int RunFetch(const CliContext& context, const CliArguments& arguments) {
   std::string uri;
   std::string into;
   int64_t parallel = 4;
+  std::vector<std::string> trust;
   S3CliFlags s3_flags;
   FetchOptions options;
   flags.Argument("URI", "Place of the artefact: a directory, file:// or s3:// URI.", &uri);
@@ -100,12 +103,15 @@ int RunFetch(const CliContext& context, const CliArguments& arguments) {
                 return absl::OkStatus();
               });
   flags.Bool("no-expect", "Fetches without knowing profile and width.", &options.no_expect);
+  flags.Strings("trust", "KEY",
+                "PEM file of an Ed25519 public key. Fetches only what one of these keys signed.",
+                &trust);
   s3_flags.AddTo(flags);
   flags.Int("parallel", "N", "Chunks of 16 MiB in flight.", 1, 256, &parallel);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
 
   options.parallel = static_cast<int>(parallel);
-  const auto report = Fetch(context, uri, into, s3_flags, options);
+  const auto report = Fetch(context, uri, into, s3_flags, trust, options);
   if (!report.ok()) return Fail(kCommand, report.status(), NextStep(report.status(), uri));
   PrintReport(*report, options.into);
   return kExitOk;

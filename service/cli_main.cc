@@ -27,6 +27,7 @@ constexpr Command kCommands[] = {
     {"prepare", "Prepares a checkpoint on this machine, with progress.", &RunPrepare},
     {"plan", "Shows what prepare would do; writes nothing.", &RunPlan},
     {"verify", "Reads an artefact back and proves every byte of it.", &RunVerify},
+    {"sign", "Verifies an artefact and signs its manifest.", &RunSign},
     {"fetch", "Gets the files of some ranks, if they fit.", &RunFetch},
     {"layout", "Applies one layout to raw bytes; lists layouts.", &RunLayout},
     {"submit", "Gives a job to a running controller.", &RunSubmit},

@@ -57,6 +57,7 @@ PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
   options.memory_budget_bytes = flags.memory_budget_bytes;
   options.metrics_listen = flags.metrics_listen;
   options.allow_source_root = allowed_roots;
+  options.sign_key = flags.sign_key;
   options.s3 = std::move(s3);
   options.s3_flags = s3_flags;
   return options;

@@ -27,6 +27,7 @@ struct VerifyFlags {
   std::string source;
   std::string alignment_policy;
   std::string allow_source_root;
+  std::vector<std::string> trust;
   S3CliFlags s3;
   int64_t threads = std::max<int64_t>(1, std::thread::hardware_concurrency());
   int64_t memory_budget_bytes = int64_t{256} << 20;
@@ -41,6 +42,7 @@ absl::StatusOr<VerifyReport> Verify(const CliContext& context, const VerifyFlags
   options.s3 = s3;
   options.threads = static_cast<int>(flags.threads);
   options.memory_budget_bytes = flags.memory_budget_bytes;
+  SP_ASSIGN_OR_RETURN(options.trusted, TrustedKeys::Read(flags.trust));
   SP_ASSIGN_OR_RETURN(
       options.allowed_source_roots,
       DirectoryList(flags.allow_source_root, "allow-source-root", context.working_directory));
@@ -116,6 +118,9 @@ int RunVerify(const CliContext& context, const CliArguments& arguments) {
   flags.String("allow-source-root", "DIR,...",
                "Directories that symbolic links of the source may lead into.",
                &wish.allow_source_root);
+  flags.Strings("trust", "KEY",
+                "PEM file of an Ed25519 public key. The manifest must be signed by one of them.",
+                &wish.trust);
   wish.s3.AddTo(flags);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
 

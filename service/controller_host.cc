@@ -68,10 +68,15 @@ class Host : public ControllerHost {
     SP_RETURN_IF_ERROR(CheckNumbers());
     SP_RETURN_IF_ERROR(CheckDeviceName(options_.device));
     SP_RETURN_IF_ERROR(CheckAllowLists());
+    std::shared_ptr<const SigningKey> signer;
+    if (!options_.sign_key.empty()) {
+      SP_ASSIGN_OR_RETURN(signer, SigningKey::Read(options_.sign_key));
+    }
     SP_ASSIGN_OR_RETURN(backend_, MakePrepBackend({.allow_source = options_.allow_source,
                                                    .allow_destination = options_.allow_destination,
                                                    .allow_source_root = options_.allow_source_root,
-                                                   .s3 = options_.s3}));
+                                                   .s3 = options_.s3,
+                                                   .signer = signer}));
     SP_RETURN_IF_ERROR(OpenStore());
     SP_RETURN_IF_ERROR(StartController());
     SP_ASSIGN_OR_RETURN(server_, Server::Start({.listen = options_.listen,
@@ -88,7 +93,8 @@ class Host : public ControllerHost {
         {{"version", kToolVersion},
          {"listen", absl::StrJoin(server_->addresses(), ",")},
          {"metrics", metrics_address()},
-         {"local_workers", options_.local_workers}});
+         {"local_workers", options_.local_workers},
+         {"signs_as", signer == nullptr ? "" : signer->key_id()}});
     return absl::OkStatus();
   }
 

@@ -30,6 +30,9 @@ struct ControllerHostOptions {
   // Directories that symbolic links inside a source may lead into.
   std::vector<std::string> allow_source_root;
 
+  // PEM file of the Ed25519 key that signs manifests (workers/signature.h); empty: none is signed.
+  std::string sign_key;
+
   // For s3:// URIs (workers/open_store.h), and the flags that make local workers reach S3 the same
   // way; they inherit the environment.
   std::shared_ptr<S3Connection> s3;
@@ -52,7 +55,8 @@ struct ControllerHostOptions {
 
 class ControllerHost {
  public:
-  // Errors of OpenSqliteJobStore(), MakePrepBackend() and Server::Start(); INVALID_ARGUMENT naming
+  // Errors of OpenSqliteJobStore(), MakePrepBackend(), SigningKey::Read() and Server::Start();
+  // INVALID_ARGUMENT naming
   // the number that is out of its range.
   static absl::StatusOr<std::unique_ptr<ControllerHost>> Start(
       const ControllerHostOptions& options);

@@ -36,6 +36,8 @@ ABSL_FLAG(std::vector<std::string>, allow_destination, {},
           "Directories or s3:// prefixes that jobs may write; needed off loopback.");
 ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
           "Directories that symbolic links inside a source may lead into.");
+ABSL_FLAG(std::string, sign_key, "",
+          "PEM file of the Ed25519 private key that signs manifests. Empty: none is signed.");
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
 ABSL_FLAG(std::string, device, "auto", "Device of the local workers: auto, cpu or hip.");
 ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
@@ -79,6 +81,7 @@ absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
   options.allow_source = absl::GetFlag(FLAGS_allow_source);
   options.allow_destination = absl::GetFlag(FLAGS_allow_destination);
   options.allow_source_root = absl::GetFlag(FLAGS_allow_source_root);
+  options.sign_key = absl::GetFlag(FLAGS_sign_key);
   options.s3_flags = S3ProgramFlags();
   SP_ASSIGN_OR_RETURN(const S3Options s3, MakeS3Options(options.s3_flags, ReadEnvironmentVariable));
   SP_ASSIGN_OR_RETURN(options.s3, ConnectS3(s3));

@@ -183,6 +183,20 @@ void FlagSet::Choice(const std::string& name, const std::vector<std::string>& ch
        }});
 }
 
+void FlagSet::Strings(const std::string& name, const std::string& value_name,
+                      const std::string& help, std::vector<std::string>* values) {
+  Add({.name = name,
+       .value_name = value_name,
+       .help = absl::StrCat(help, " May be given more than once."),
+       .default_text = "",
+       .repeats = true,
+       .assign = [name, values](const std::string& text) {
+         if (text.empty()) return BadValue(name, text, "a value that is not empty");
+         values->push_back(text);
+         return absl::OkStatus();
+       }});
+}
+
 void FlagSet::Value(const std::string& name, const std::string& value_name, const std::string& help,
                     std::function<absl::Status(const std::string&)> assign, Presence presence) {
   Add({.name = name,
@@ -228,7 +242,8 @@ absl::Status FlagSet::ParseFlag(const std::vector<std::string>& arguments, size_
         absl::StrCat("unknown flag --", name,
                      nearest.empty() ? "" : absl::StrCat("; did you mean --", nearest, "?")));
   }
-  if (flag->set) return absl::InvalidArgumentError(absl::StrCat("--", name, " is given twice"));
+  if (flag->set && !flag->repeats)
+    return absl::InvalidArgumentError(absl::StrCat("--", name, " is given twice"));
   flag->set = true;
   if (equals != std::string::npos) return flag->assign(word.substr(equals + 1));
   if (flag->value_name.empty()) return flag->assign("true");

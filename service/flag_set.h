@@ -7,7 +7,8 @@
 //
 // `--name value` and `--name=value` mean the same, except that a value that begins with `--` needs
 // the second form: a forgotten value is not made up from the next flag. A bool flag takes no value
-// but `=true` or `=false`. `--` ends the flags. Everything unknown and everything twice is refused.
+// but `=true` or `=false`. `--` ends the flags. Everything unknown is refused, and everything twice
+// but what Strings() declares.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +48,9 @@ class FlagSet {
   // One of `choices`.
   void Choice(const std::string& name, const std::vector<std::string>& choices,
               const std::string& help, std::string* value);
+  // May be given more than once; each adds a value.
+  void Strings(const std::string& name, const std::string& value_name, const std::string& help,
+               std::vector<std::string>* values);
   // A value with a grammar of its own: `assign` takes it, or says what is wrong with it.
   void Value(const std::string& name, const std::string& value_name, const std::string& help,
              std::function<absl::Status(const std::string&)> assign,
@@ -76,6 +80,7 @@ class FlagSet {
     std::string help;
     std::string default_text;
     bool required = false;
+    bool repeats = false;
     bool set = false;
     std::function<absl::Status(const std::string&)> assign;
   };

@@ -56,8 +56,11 @@ absl::Status CheckAllowed(const char* what, const std::string& uri, const std::s
 class RealPlannedJob : public PlannedJob {
  public:
   RealPlannedJob(std::shared_ptr<const JobPlan> plan, std::unique_ptr<ObjectStore> source,
-                 std::unique_ptr<ObjectStore> destination)
-      : plan_(std::move(plan)), source_(std::move(source)), destination_(std::move(destination)) {
+                 std::unique_ptr<ObjectStore> destination, std::shared_ptr<const SigningKey> signer)
+      : plan_(std::move(plan)),
+        source_(std::move(source)),
+        destination_(std::move(destination)),
+        signer_(std::move(signer)) {
     facts_.summary = plan_->summary;
     facts_.summary.set_layout_fingerprint(plan_->fingerprint);
     facts_.summary.set_destination_free_bytes(KnownFreeBytes());
@@ -90,7 +93,7 @@ class RealPlannedJob : public PlannedJob {
 
   absl::StatusOr<InspectedDestination> Inspect() override {
     SP_ASSIGN_OR_RETURN(const DestinationState state,
-                        InspectDestination(*plan_, *source_, *destination_));
+                        InspectDestination(*plan_, *source_, *destination_, signer_.get()));
     InspectedDestination found;
     found.regions = facts_.regions;
     if (state.kind == DestinationState::Kind::kComplete) found.complete = state.manifest;
@@ -122,7 +125,7 @@ class RealPlannedJob : public PlannedJob {
 
   absl::StatusOr<v1::ManifestReference> Commit() override {
     absl::StatusOr<v1::ManifestReference> manifest =
-        CommitArtifact(*plan_, *source_, *destination_);
+        CommitArtifact(*plan_, *source_, *destination_, signer_.get());
     if (IsNoSpace(manifest.status())) return WithReason(manifest.status(), "NO_SPACE");
     SP_RETURN_IF_ERROR(manifest.status());
     SP_RETURN_IF_ERROR(RemoveJournal());
@@ -142,6 +145,7 @@ class RealPlannedJob : public PlannedJob {
   const std::shared_ptr<const JobPlan> plan_;
   const std::unique_ptr<ObjectStore> source_;
   const std::unique_ptr<ObjectStore> destination_;
+  const std::shared_ptr<const SigningKey> signer_;
   std::unique_ptr<StoreClaim> claim_;
   PlanFacts facts_;
 };
@@ -171,7 +175,7 @@ class PrepBackend : public JobBackend {
                         OpenStore(spec.targets(0).destination_uri(),
                                   {.create = true, .allowed_roots = {}, .s3 = options_.s3}));
     return {std::make_unique<RealPlannedJob>(std::move(plan), std::move(source),
-                                             std::move(destination))};
+                                             std::move(destination), options_.signer)};
   }
 
  private:

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "service/job_backend.h"
+#include "workers/signature.h"
 
 namespace shardprep {
 
@@ -20,7 +21,8 @@ struct PrepBackendOptions {
   std::vector<std::string> allow_destination;
   // Directories that symbolic links inside a source may lead into.
   std::vector<std::string> allow_source_root;
-  std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
+  std::shared_ptr<S3Connection> s3;          // for s3:// URIs (workers/open_store.h)
+  std::shared_ptr<const SigningKey> signer;  // null: manifests are not signed
   int planning_threads = 4;
 };
 

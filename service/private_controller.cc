@@ -26,6 +26,7 @@ class HostedController : public PrivateController {
     host.listen = {address_};
     host.metrics_listen = options.metrics_listen;
     host.allow_source_root = options.allow_source_root;
+    host.sign_key = options.sign_key;
     host.s3 = options.s3;
     host.s3_flags = options.s3_flags;
     host.local_workers = options.workers;

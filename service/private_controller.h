@@ -24,6 +24,8 @@ struct PrivateControllerOptions {
   std::string metrics_listen;                        // empty: none
   // Directories that symbolic links inside the source may lead into.
   std::vector<std::string> allow_source_root;
+  // PEM file of the key that signs manifests; empty: none is signed.
+  std::string sign_key;
   // For s3:// URIs, and the flags for workers to do the same (service/controller_host.h).
   std::shared_ptr<S3Connection> s3;
   S3Flags s3_flags;

@@ -21,7 +21,8 @@
 //     ETag.
 //  7. What the commit is about to create besides is written down in
 //     `_shardprep/<fingerprint>/commit.json` (a Manifest with these lists only), so that whoever
-//     cleans up knows it as ours. Then small files are copied and rank manifests written.
+//     cleans up knows it as ours. Then small files are copied and rank manifests written, and
+//     manifest.json.sig where the job signs; an older attempt's signature that differs goes before.
 //  8. Step 5 again, as the gate of the last write: manifest.json, if absent. An equal one that is
 //     there already means that this commit happened before. Nothing else makes an artefact visible.
 //  9. The journal is deleted. A crash before that leaves it beside a whole artefact, harmless.
@@ -86,6 +87,8 @@ std::string RankManifestKey(int32_t rank) {
 std::string ExpertMapKey(int32_t rank) { return ObjectKey(ExpertMap{.rank = rank}); }
 
 std::string ManifestKey() { return ObjectKey(ManifestName{}); }
+
+std::string SignatureKey() { return ObjectKey(ManifestSignature{}); }
 
 v1::SmallFile DescribeSmallFile(const std::string& key, const std::string& bytes) {
   v1::SmallFile file;
@@ -365,7 +368,7 @@ std::vector<int32_t> ExpertMapRanks(const JobPlan& plan) {
 
 // Every name of ours that the plan's artefact has.
 std::set<std::string> NeededNames(const JobPlan& plan) {
-  std::set<std::string> names = {ManifestKey()};
+  std::set<std::string> names = {ManifestKey(), SignatureKey()};
   for (const PlannedPart& planned : PlannedParts(plan)) {
     names.insert(PartKeyOf(*planned.part, planned.rank));
   }
@@ -472,10 +475,44 @@ absl::StatusOr<Committed> FindCommitted(const JobPlan& plan, const Destination& 
   return Committed{.whole = ReferenceTo(*manifest, text, store), .damage = ""};
 }
 
+// FAILED_PRECONDITION when the signer has not signed the committed artefact.
+absl::Status CheckSigned(const SigningKey* signer, ObjectStore& store) {
+  if (signer == nullptr) return absl::OkStatus();
+  SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
+  SP_ASSIGN_OR_RETURN(const std::string want, signer->Sign(text));
+  const auto found = store.Get(SignatureKey(), kMaxSmallFileBytes);
+  if (!found.ok() && !absl::IsNotFound(found.status())) return found.status();
+  if (found.ok() && *found == want) return absl::OkStatus();
+  std::string why = "there is none";
+  if (found.ok()) {
+    const auto id = SignatureKeyId(*found);
+    why = !id.ok() ? MessageOf(id.status())
+                   : absl::StrCat(*id == signer->key_id() ? "it is of other bytes, by key "
+                                                          : "it is by key ",
+                                  *id);
+  }
+  return absl::FailedPreconditionError(
+      absl::StrCat(store.uri(), " holds this artefact, but ", SignatureKey(), " is not what key ",
+                   signer->key_id(), " makes: ", why,
+                   "; \"shardprep sign\" verifies and signs an artefact that is there"));
+}
+
 absl::Status NameClash(const std::string& key, const ObjectStore& store, const std::string& why) {
   return absl::FailedPreconditionError(
       absl::StrCat(key, " at ", store.uri(), " has a name that the job needs, ", why,
                    "; move it away or choose another destination"));
+}
+
+// Whether a commit that did not finish created the copied file or signature `key` as it is now.
+absl::StatusOr<bool> IsCreated(const std::string& key, const Destination& destination) {
+  for (const auto& [fingerprint, commit] : destination.commits()) {
+    for (const v1::SmallFile& created : commit.copied_files()) {
+      if (created.key() != key) continue;
+      SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(created));
+      if (same) return true;
+    }
+  }
+  return false;
 }
 
 // FAILED_PRECONDITION for an object under a name of ours that nothing accounts for, needed or not:
@@ -490,6 +527,8 @@ absl::Status CheckOwnNames(const JobPlan& plan, const std::set<std::string>& nee
       continue;
     }
     if (destination.IsRecorded(key) || (has_manifest && needed.contains(key))) continue;
+    SP_ASSIGN_OR_RETURN(const bool created, IsCreated(key, destination));
+    if (created) continue;
     SP_ASSIGN_OR_RETURN(const std::string fingerprint, destination.FingerprintIn(key));
     const bool ours = fingerprint == plan.fingerprint
                           ? needed.contains(key)
@@ -524,25 +563,13 @@ absl::Status CheckNoObstacles(const std::set<std::string>& names, const Destinat
   return absl::OkStatus();
 }
 
-// Whether a commit that did not finish created the file `key` as it is now.
-absl::StatusOr<bool> IsOurCopy(const std::string& key, const Destination& destination) {
-  for (const auto& [fingerprint, commit] : destination.commits()) {
-    for (const v1::SmallFile& created : commit.copied_files()) {
-      if (created.key() != key) continue;
-      SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(created));
-      if (same) return true;
-    }
-  }
-  return false;
-}
-
 // FAILED_PRECONDITION for a file in the place of a copied one that is neither ours nor equal.
 absl::Status CheckCopies(const JobPlan& plan, const std::map<std::string, std::string>& keys,
                          ObjectStore& source, const Destination& destination) {
   for (const SmallFile& file : plan.slices.checkpoint().small_files()) {
     const std::string& key = keys.at(file.name);
     if (destination.Find(key) == nullptr) continue;
-    SP_ASSIGN_OR_RETURN(const bool ours, IsOurCopy(key, destination));
+    SP_ASSIGN_OR_RETURN(const bool ours, IsCreated(key, destination));
     if (ours) continue;
     SP_ASSIGN_OR_RETURN(const std::string bytes, source.Get(file.name, kMaxSmallFileBytes));
     SP_ASSIGN_OR_RETURN(const bool equal, destination.HasContent(DescribeSmallFile(key, bytes)));
@@ -863,9 +890,19 @@ absl::StatusOr<std::vector<v1::SmallFile>> CreatedCopies(const JobPlan& plan,
   return created;
 }
 
-// Step 7.
-absl::Status WriteSmallFiles(const JobPlan& plan, const Documents& documents,
-                             const Destination& destination) {
+// A signature that an earlier attempt left and that this one does not write.
+absl::Status RemoveOtherSignature(const v1::SmallFile* own, const Destination& destination) {
+  if (destination.Find(SignatureKey()) == nullptr) return absl::OkStatus();
+  if (own != nullptr) {
+    SP_ASSIGN_OR_RETURN(const bool same, destination.HasContent(*own));
+    if (same) return absl::OkStatus();
+  }
+  return destination.store().Delete(SignatureKey());
+}
+
+// Step 7. `signature` is empty where the job does not sign.
+absl::Status WriteSmallFiles(const JobPlan& plan, Documents& documents,
+                             const std::string& signature, const Destination& destination) {
   SP_ASSIGN_OR_RETURN(const std::vector<v1::SmallFile> copies,
                       CreatedCopies(plan, documents, destination));
   v1::Manifest commit;
@@ -875,6 +912,13 @@ absl::Status WriteSmallFiles(const JobPlan& plan, const Documents& documents,
   *commit.mutable_rank_manifests() = documents.manifest.rank_manifests();
   *commit.mutable_expert_maps() = documents.manifest.expert_maps();
   for (const v1::SmallFile& file : copies) *commit.add_copied_files() = file;
+  const v1::SmallFile* own_signature = nullptr;
+  if (!signature.empty()) {
+    *commit.add_copied_files() = DescribeSmallFile(SignatureKey(), signature);
+    own_signature = &commit.copied_files(commit.copied_files_size() - 1);
+    documents.bytes[SignatureKey()] = signature;
+  }
+  SP_RETURN_IF_ERROR(RemoveOtherSignature(own_signature, destination));
   SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(commit));
   ObjectStore& store = destination.store();
   SP_RETURN_IF_ERROR(store.Put(CommitKey(plan.fingerprint), text, CommitGate()).status());
@@ -902,11 +946,13 @@ absl::Status PublishManifest(const std::string& text, const CommitGate& gate, Ob
 }  // namespace
 
 absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& source,
-                                                    ObjectStore& destination) {
+                                                    ObjectStore& destination,
+                                                    const SigningKey* signer) {
   SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
   SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
   DestinationState state;
   if (committed.whole.has_value()) {
+    SP_RETURN_IF_ERROR(CheckSigned(signer, destination));
     state.kind = DestinationState::Kind::kComplete;
     state.manifest = *committed.whole;
     return state;
@@ -1105,10 +1151,14 @@ absl::Status CheckAlone(const JobPlan& plan, ObjectStore& destination) {
 }  // namespace
 
 absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
-                                                     ObjectStore& destination) {
+                                                     ObjectStore& destination,
+                                                     const SigningKey* signer) {
   SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
   SP_ASSIGN_OR_RETURN(const Committed committed, FindCommitted(plan, found));
-  if (committed.whole.has_value()) return *committed.whole;
+  if (committed.whole.has_value()) {
+    SP_RETURN_IF_ERROR(CheckSigned(signer, destination));
+    return *committed.whole;
+  }
   SP_RETURN_IF_ERROR(CheckSourceUnchanged(plan, source));
   SP_RETURN_IF_ERROR(CheckAlone(plan, destination));
   if (!committed.damage.empty()) {
@@ -1118,9 +1168,13 @@ absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, Object
   SP_RETURN_IF_ERROR(CheckNames(plan, source, found, /*has_manifest=*/false));
   const Records records = RecordsOf(plan, found);
   SP_RETURN_IF_ERROR(ProveRecords(plan, records, destination));
-  SP_ASSIGN_OR_RETURN(const Documents documents, MakeDocuments(plan, records, source));
+  SP_ASSIGN_OR_RETURN(Documents documents, MakeDocuments(plan, records, source));
   SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(documents.manifest));
-  SP_RETURN_IF_ERROR(WriteSmallFiles(plan, documents, found));
+  std::string signature;
+  if (signer != nullptr) {
+    SP_ASSIGN_OR_RETURN(signature, signer->Sign(text));
+  }
+  SP_RETURN_IF_ERROR(WriteSmallFiles(plan, documents, signature, found));
   const auto gate = [&] {
     SP_RETURN_IF_ERROR(CheckSourceUnchanged(plan, source));
     return CheckAlone(plan, destination);
@@ -1150,14 +1204,28 @@ absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination) {
   return DeleteBelow(destination, JournalPrefix(plan.fingerprint));
 }
 
-absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store) {
-  const auto text = store.Get(ManifestKey(), kMaxDocumentBytes);
-  if (absl::IsNotFound(text.status())) {
-    return absl::NotFoundError(
-        absl::StrCat("no artefact at ", store.uri(), ": ", ManifestKey(), " is not there"));
+absl::Status SignArtifact(ObjectStore& store, const std::string& manifest_sha256,
+                          const SigningKey& signer) {
+  SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
+  if (Sha256Hex(text) != manifest_sha256) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(ManifestKey(), " at ", store.uri(), ": SHA-256 ", Sha256Hex(text), ", want ",
+                     manifest_sha256, ", that of the manifest that was verified"));
   }
-  SP_RETURN_IF_ERROR(text.status());
-  return ParseManifest(*text);
+  SP_ASSIGN_OR_RETURN(const std::string signature, signer.Sign(text));
+  return store.Put(SignatureKey(), signature, CommitGate()).status();
+}
+
+absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store) {
+  SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
+  return ParseManifest(text);
+}
+
+absl::StatusOr<std::string> ReadManifestText(ObjectStore& store) {
+  auto text = store.Get(ManifestKey(), kMaxDocumentBytes);
+  if (!absl::IsNotFound(text.status())) return text;
+  return absl::NotFoundError(
+      absl::StrCat("no artefact at ", store.uri(), ": ", ManifestKey(), " is not there"));
 }
 
 absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text) {

@@ -15,6 +15,7 @@
 #include "shardprep/v1/prep.pb.h"
 #include "workers/job_plan.h"
 #include "workers/object_store.h"
+#include "workers/signature.h"
 
 namespace shardprep {
 
@@ -43,13 +44,16 @@ struct DestinationState {
 // source token are equal, every data file that it lists has its size and every rank manifest and
 // copied file its SHA-256. A committed artefact of this plan of which files are missing or have
 // another size is kFresh: ClearLeftovers withdraws its manifest and the job makes it again.
+// With a signer, what is complete must have that key's signature.
 // Errors: FAILED_PRECONDITION when a committed artefact of another fingerprint or source lies there
 // (the message names the source files that changed, or the inputs that differ); when an object, or
 // something that is none, has a name that the job needs and no record of ours accounts for it; when
-// a file under the name of one that is to be copied has other bytes than the source's; or when a
-// copied file was changed after it was copied.
+// a file under the name of one that is to be copied has other bytes than the source's; when a
+// copied file was changed after it was copied; or when a complete artefact lacks the signature of
+// `signer`: what others may have written is not signed unseen (SignArtifact).
 absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& source,
-                                                    ObjectStore& destination);
+                                                    ObjectStore& destination,
+                                                    const SigningKey* signer = nullptr);
 
 // Deletes temporary objects, and what the journals of other fingerprints or source tokens recorded
 // at a destination without a manifest. Called once before a job's first write, at a destination
@@ -84,12 +88,21 @@ absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
                                 ObjectStore& destination);
 
 // Copies the small files, writes rank manifests, proves coverage on the records, and publishes
-// manifest.json last and if-absent. Idempotent: a manifest with equal bytes is a success.
+// manifest.json last and if-absent; just before it, with a signer, its signature. Idempotent: a
+// manifest with equal bytes is a success.
 // Errors: DATA_LOSS when an object's size or ETag is not as recorded, or coverage is incomplete;
 // FAILED_PRECONDITION when another manifest got there first, another job writes here, a source file
-// changed, or a copied file's name is taken by another file.
+// changed, a copied file's name is taken by another file, or a committed artefact lacks the
+// signature of `signer`.
 absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
-                                                     ObjectStore& destination);
+                                                     ObjectStore& destination,
+                                                     const SigningKey* signer = nullptr);
+
+// Signs a committed artefact, in place of any signature that it has. The caller has verified it
+// and says which manifest that was: FAILED_PRECONDITION when another one is there now. NOT_FOUND
+// when there is none.
+absl::Status SignArtifact(ObjectStore& store, const std::string& manifest_sha256,
+                          const SigningKey& signer);
 
 // Removes the journal and temporaries after a commit.
 absl::Status RemoveJournal(ObjectStore& destination);
@@ -103,7 +116,10 @@ absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination);
 // malformed or not one of ours, FAILED_PRECONDITION for another format version.
 absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store);
 
-// The same from the bytes of manifest.json.
+// The bytes of manifest.json. NOT_FOUND.
+absl::StatusOr<std::string> ReadManifestText(ObjectStore& store);
+
+// The manifest from its bytes.
 absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text);
 
 // Reads the rank manifest that `file` refers to. DATA_LOSS when it is missing or its size or

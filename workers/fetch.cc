@@ -383,16 +383,13 @@ absl::StatusOr<std::vector<v1::SmallFile>> SmallFilesOf(const v1::Manifest& mani
 absl::StatusOr<Wanted> FindWanted(ObjectStore& store, const FetchOptions& options) {
   Wanted wanted;
   const std::string manifest_key = ObjectKey(ManifestName{});
-  const auto text = store.Get(manifest_key, kMaxDocumentBytes);
-  if (absl::IsNotFound(text.status())) {
-    return absl::NotFoundError(
-        absl::StrCat("no artefact at ", store.uri(), ": ", manifest_key, " is not there"));
-  }
-  SP_RETURN_IF_ERROR(text.status());
-  SP_ASSIGN_OR_RETURN(wanted.manifest, ParseManifest(*text));
+  SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
+  // Before anything is believed that the manifest says.
+  if (!options.trusted.empty()) SP_RETURN_IF_ERROR(options.trusted.CheckStored(store, text));
+  SP_ASSIGN_OR_RETURN(wanted.manifest, ParseManifest(text));
   SP_RETURN_IF_ERROR(CheckExpectations(wanted.manifest, options, store.uri()));
   SP_RETURN_IF_ERROR(CheckRanks(options.ranks, wanted.manifest));
-  wanted.small_files[manifest_key] = *text;
+  wanted.small_files[manifest_key] = text;
 
   std::map<std::string, int32_t> ranks;
   for (const int32_t rank : options.ranks) ranks[ObjectKey(RankManifest{.rank = rank})] = rank;

@@ -14,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "workers/object_store.h"
 #include "workers/open_store.h"
+#include "workers/signature.h"
 
 namespace shardprep {
 
@@ -47,6 +48,9 @@ struct FetchOptions {
   // Accepts an artefact without being told its profile and width. What `expect` states is still
   // checked.
   bool no_expect = false;
+  // With keys, only an artefact whose manifest one of them signed. The signature is read at the
+  // artefact and not fetched: what lies in `into` has been checked.
+  TrustedKeys trusted;
   // Chunks of 16 MiB in flight, and so 16 MiB of memory each.
   int parallel = 4;
   // Data bytes at hand, and their total. From any of the threads, one at a time.
@@ -67,12 +71,15 @@ struct FetchReport {
 // interrupted fetch is resumed: what is there is digested again and only chunks that fail are read
 // from the store. A directory that already holds this fetch is checked, every byte of it, and left.
 // Errors: NOT_FOUND when there is no manifest;
-// FAILED_PRECONDITION: an expectation is not met (names field, expected and found); the directory
+// FAILED_PRECONDITION: an expectation is not met (names field, expected and found); the artefact is
+//   not signed and keys are given; the directory
 //   holds something else, or is a mount point; another process is fetching into it;
 // INVALID_ARGUMENT: no ranks, a rank outside the world (names its size), profile or width not
 //   stated; a malformed manifest;
+// PERMISSION_DENIED: a key that is not trusted signed the artefact;
 // DATA_LOSS: a chunk is wrong twice in a row, or a file of a whole directory is (names file,
-// chunk); RESOURCE_EXHAUSTED: no space; else what the store answers.
+// chunk); the signature is not the manifest's; RESOURCE_EXHAUSTED: no space; else what the store
+// answers.
 absl::StatusOr<FetchReport> FetchRanks(ObjectStore& artifact, const FetchOptions& options);
 
 // The same from a URI that OpenStore() takes.

@@ -115,6 +115,7 @@ struct KeyMaker {
     return absl::StrCat("expert-map-rank-", Number(n.rank), ".json");
   }
   std::string operator()(const ManifestName&) const { return "manifest.json"; }
+  std::string operator()(const ManifestSignature&) const { return "manifest.json.sig"; }
   std::string operator()(const RankJournal& n) const {
     return absl::StrCat(JournalPrefix(n.fingerprint), Number(n.rank), "-", Number(n.part), ".json");
   }
@@ -159,6 +160,7 @@ ObjectName ParseObjectName(const std::string& key) {
   absl::string_view work_name = key;
   if (absl::ConsumePrefix(&work_name, kWorkPrefix)) return ParseWorkName(work_name);
   if (key == "manifest.json") return ManifestName{};
+  if (key == "manifest.json.sig") return ManifestSignature{};
   if (key == "replicated.json") return ReplicatedManifest{};
   if (const auto rank = NumberBetween(key, "rank-", ".json")) return RankManifest{*rank};
   if (const auto rank = NumberBetween(key, "expert-map-rank-", ".json")) return ExpertMap{*rank};

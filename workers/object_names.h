@@ -6,6 +6,7 @@
 //   model-replicated-part-{p}.safetensors  ReplicatedPart      unchanged tensors, stored once
 //   rank-{r}.json, replicated.json         RankManifest, ReplicatedManifest
 //   expert-map-rank-{r}.json               ExpertMap
+//   manifest.json.sig                      ManifestSignature   where the job signs (signature.h)
 //   manifest.json                          ManifestName        written last: its presence commits
 //
 // and while a job runs, below `_shardprep/`:
@@ -59,6 +60,9 @@ struct ExpertMap {
 struct ManifestName {
   bool operator==(const ManifestName&) const = default;
 };
+struct ManifestSignature {
+  bool operator==(const ManifestSignature&) const = default;
+};
 struct RankJournal {
   std::string fingerprint;
   int64_t rank = 0;
@@ -85,8 +89,8 @@ struct Probe {
 
 // std::monostate is any name that is not one of ours.
 using ObjectName = std::variant<std::monostate, RankPart, ReplicatedPart, RankManifest,
-                                ReplicatedManifest, ExpertMap, ManifestName, RankJournal,
-                                ReplicatedJournal, CommitIntent, TemporaryFile, Probe>;
+                                ReplicatedManifest, ExpertMap, ManifestName, ManifestSignature,
+                                RankJournal, ReplicatedJournal, CommitIntent, TemporaryFile, Probe>;
 
 // The key of a name: ObjectKey(RankPart{.rank = 3, .part = 0}). A number, fingerprint or id outside
 // the bounds above, or std::monostate, is a broken invariant.

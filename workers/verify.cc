@@ -146,9 +146,12 @@ class Documents {
   Documents(Documents&&) = default;
   Documents& operator=(Documents&&) = default;
 
-  static absl::StatusOr<Documents> Read(ObjectStore& store) {
+  static absl::StatusOr<Documents> Read(ObjectStore& store, const TrustedKeys& trusted) {
     Documents documents;
-    SP_ASSIGN_OR_RETURN(documents.manifest_, ReadManifest(store));
+    SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
+    if (!trusted.empty()) SP_RETURN_IF_ERROR(trusted.CheckStored(store, text));
+    documents.manifest_sha256_ = Sha256Hex(text);
+    SP_ASSIGN_OR_RETURN(documents.manifest_, ParseManifest(text));
     for (const v1::SmallFile& file : documents.manifest_.rank_manifests()) {
       SP_ASSIGN_OR_RETURN(v1::RankManifest rank, ReadRankManifest(store, file));
       documents.ranks_.push_back(std::move(rank));
@@ -174,6 +177,7 @@ class Documents {
     VerifyReport report;
     report.layout_fingerprint = manifest_.layout_fingerprint();
     report.content_id = manifest_.content_id();
+    report.manifest_sha256 = manifest_sha256_;
     report.files = static_cast<int64_t>(files_.size());
     for (const DataFile& file : files_) {
       report.bytes += file.record->size_bytes();
@@ -414,7 +418,7 @@ class Documents {
 
   // A loader that takes every file with a name of ours must find nothing else.
   absl::Status CheckNoOtherFiles(ObjectStore& store) const {
-    std::set<std::string> known = {ObjectKey(ManifestName{})};
+    std::set<std::string> known = {ObjectKey(ManifestName{}), ObjectKey(ManifestSignature{})};
     for (const v1::SmallFile& file : manifest_.rank_manifests()) known.insert(file.key());
     for (const v1::SmallFile& file : manifest_.expert_maps()) known.insert(file.key());
     for (const DataFile& file : files_) known.insert(file.record->key());
@@ -432,6 +436,7 @@ class Documents {
 
   Documents() = default;
 
+  std::string manifest_sha256_;
   v1::Manifest manifest_;
   std::vector<v1::RankManifest> ranks_;
   std::vector<DataFile> files_;  // point into ranks_
@@ -1002,7 +1007,7 @@ absl::StatusOr<int> ThreadsFor(const BufferNeed& need, const VerifyOptions& opti
 }  // namespace
 
 absl::StatusOr<VerifyReport> VerifyArtifact(ObjectStore& artifact, const VerifyOptions& options) {
-  SP_ASSIGN_OR_RETURN(const Documents documents, Documents::Read(artifact));
+  SP_ASSIGN_OR_RETURN(const Documents documents, Documents::Read(artifact, options.trusted));
   std::unique_ptr<SourceSide> source;
   if (options.source != nullptr) {
     SP_ASSIGN_OR_RETURN(source, SourceSide::Make(options, documents, artifact.uri()));

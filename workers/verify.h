@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "workers/object_store.h"
+#include "workers/signature.h"
 
 namespace shardprep {
 
@@ -26,6 +27,9 @@ struct VerifyOptions {
   std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
   std::string alignment_policy_json;
 
+  // With keys, the manifest must have the signature of one of them.
+  TrustedKeys trusted;
+
   int threads = 1;
   // Bound on all buffers together. Threads are reduced to fit; each needs about 3 MiB for the
   // geometries that exist.
@@ -38,6 +42,7 @@ struct VerifyOptions {
 struct VerifyReport {
   std::string layout_fingerprint;
   std::string content_id;
+  std::string manifest_sha256;
   int64_t files = 0;  // data files, rank manifests and copied files
   int64_t bytes = 0;  // of them
   int64_t tensors = 0;
@@ -52,7 +57,8 @@ struct VerifyReport {
 // fill, tail) and, un-shuffled, the CRC of its source bytes.
 // Errors: NOT_FOUND when there is no manifest; DATA_LOSS, naming file, tensor, expected and found,
 // for the first difference; INVALID_ARGUMENT for a malformed manifest; FAILED_PRECONDITION for
-// another format version, or a source that is not the one that the artefact was made from;
+// another format version, a source that is not the one that the artefact was made from, or a
+// missing signature; PERMISSION_DENIED when a key that is not trusted signed it;
 // RESOURCE_EXHAUSTED when one thread's buffers exceed the budget; else what the stores answer.
 absl::StatusOr<VerifyReport> VerifyArtifact(ObjectStore& artifact, const VerifyOptions& options);
 

@@ -1,6 +1,7 @@
 """`shardprep fetch` hands out what fits, and refuses what does not."""
 
 import shutil
+import subprocess
 import sys
 import unittest
 
@@ -76,6 +77,51 @@ class FetchTest(TestCase):
         artefact = self.prepared("AITER_MXFP4_BF16")
         self.run_refused("shardprep", *self.fetch_arguments(artefact, self.dir / "model",
                                                             EXPECT_NATIVE, ranks=8), want="8")
+
+    def test_only_what_a_trusted_key_signed_is_handed_out(self):
+        keys = {name: self.make_key(name) for name in ("ours", "next", "foreign")}
+        artefact = self.dir / "signed"
+        arguments = prepare_arguments(self.source, artefact, 8, "--backend", "AITER_MXFP4_BF16",
+                                      "--sign-key", keys["ours"][0])
+        self.run_ok("shardprep", *arguments)
+
+        def fetch(into, *keys):
+            trust = [word for key in keys for word in ("--trust", key)]
+            return [*self.fetch_arguments(artefact, self.dir / into, EXPECT_NATIVE), *trust]
+
+        self.run_ok("shardprep", *fetch("first", keys["next"][1], keys["ours"][1]))
+        self.run_refused("shardprep", *fetch("none", keys["foreign"][1]),
+                         want=["PERMISSION_DENIED", "manifest.json.sig"])
+        self.run_refused("shardprep", "verify", artefact, "--trust", keys["foreign"][1],
+                         want="PERMISSION_DENIED")
+        # The job is known to be done by its own key, and by another key it is not.
+        self.assertIn("already complete", self.run_ok("shardprep", *arguments).stdout)
+        other = [keys["next"][0] if word == keys["ours"][0] else word for word in arguments]
+        self.run_refused("shardprep", *other, want=["FAILED_PRECONDITION", "shardprep sign"])
+        self.run_ok("shardprep", "sign", artefact, "--sign-key", keys["next"][0], "--source",
+                    self.source)
+        self.run_ok("shardprep", "verify", artefact, "--trust", keys["next"][1])
+        (artefact / "manifest.json.sig").unlink()
+        self.run_refused("shardprep", *fetch("none", keys["next"][1]),
+                         want=["FAILED_PRECONDITION", "is not signed"])
+        self.assertFalse((self.dir / "none").exists())
+
+    def test_a_key_that_cannot_be_used_is_refused_before_the_first_byte(self):
+        (self.dir / "bad.pem").write_text("no key")
+        destination = self.dir / "prepared"
+        for key in (self.dir / "bad.pem", self.dir / "absent.pem", self.make_key("ours")[1]):
+            with self.subTest(key.name):
+                self.run_refused("shardprep", *prepare_arguments(self.source, destination, 8,
+                                                                 "--sign-key", key), want=str(key))
+                self.assertFalse(destination.exists())
+                self.run_refused("shardprep-controller", "--listen=127.0.0.1:0",
+                                 f"--sign_key={key}", want=str(key))
+
+    def make_key(self, name):
+        private, public = self.dir / f"{name}.pem", self.dir / f"{name}.pub.pem"
+        subprocess.run(["openssl", "genpkey", "-algorithm", "ED25519", "-out", private], check=True)
+        subprocess.run(["openssl", "pkey", "-in", private, "-pubout", "-out", public], check=True)
+        return private, public
 
     def test_a_flipped_bit_is_not_handed_out(self):
         artefact = self.prepared("AITER_MXFP4_BF16")

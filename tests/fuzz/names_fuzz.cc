@@ -71,7 +71,7 @@ ObjectName MakeName(ChoiceReader& choices) {
   };
   const std::string hex = "0123456789abcdef";
   const std::string letters = "abcdefghijklmnopqrstuvwxyz0123456789-";
-  switch (choices.Below(11)) {
+  switch (choices.Below(12)) {
     case 0:
       return RankPart{number(), number()};
     case 1:
@@ -92,6 +92,8 @@ ObjectName MakeName(ChoiceReader& choices) {
       return CommitIntent{text(hex, 64)};
     case 9:
       return TemporaryFile{text(letters, 1 + choices.Below(128))};
+    case 10:
+      return ManifestSignature{};
     default:
       return Probe{text(letters, 1 + choices.Below(128))};
   }

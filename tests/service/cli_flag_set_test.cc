@@ -11,6 +11,7 @@
 namespace shardprep {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
@@ -52,6 +53,16 @@ TEST(FlagSet, BothSpellingsSetTheSame) {
     EXPECT_TRUE(example.include_mtp);
     EXPECT_TRUE(example.flags.IsSet("threads"));
   }
+}
+
+TEST(FlagSet, FlagsThatRepeatKeepEveryValue) {
+  FlagSet flags({.command = "tool", .summary = "Runs.", .example = ""});
+  std::vector<std::string> keys;
+  flags.Strings("trust", "KEY", "Which.", &keys);
+  ASSERT_TRUE(flags.Parse({"--trust", "a", "--trust=b"}).ok());
+  EXPECT_THAT(keys, ElementsAre("a", "b"));
+  EXPECT_THAT(std::string(flags.Parse({"--trust="}).message()), HasSubstr("--trust"));
+  EXPECT_THAT(flags.Help(), HasSubstr("more than once"));
 }
 
 TEST(FlagSet, WhatIsNotGivenKeepsItsDefault) {

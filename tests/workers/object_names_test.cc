@@ -23,6 +23,7 @@ TEST(ObjectNames, EveryNameIsMadeAndParsed) {
       {ReplicatedManifest{}, "replicated.json"},
       {ExpertMap{3}, "expert-map-rank-3.json"},
       {ManifestName{}, "manifest.json"},
+      {ManifestSignature{}, "manifest.json.sig"},
       {RankJournal{kFingerprint, 12, 5}, "_shardprep/" + kFingerprint + "/12-5.json"},
       {ReplicatedJournal{kFingerprint, 5}, "_shardprep/" + kFingerprint + "/replicated-5.json"},
       {CommitIntent{kFingerprint}, "_shardprep/" + kFingerprint + "/commit.json"},

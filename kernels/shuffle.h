@@ -12,7 +12,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "kernels/layout_index.h"
 
@@ -63,13 +62,15 @@ class Shuffler {
   // are ordered by first_row and disjoint; logical rows that no view covers are pad rows, 0x00.
   // `out` overlaps no view. Thread safe.
   // INVALID_ARGUMENT for a job, range or view that breaks these rules; on a GPU also
-  // RESOURCE_EXHAUSTED (memory), UNAVAILABLE (device lost), FAILED_PRECONDITION (device cannot run
-  // the compiled kernels), after which `out` is undefined.
+  // RESOURCE_EXHAUSTED (memory) and UNAVAILABLE (device lost), after which `out` is undefined.
   virtual absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views,
                                int64_t out_begin, int64_t out_end, uint8_t* out) = 0;
 
   // For logs and metrics: "cpu/avx2", "hip:0/gfx942".
   virtual std::string name() const = 0;
+
+  // Not OK, for good, once the device was lost: the UNAVAILABLE that a call returned. Thread safe.
+  virtual absl::Status Health() const { return absl::OkStatus(); }
 };
 
 // The way back, for verification, on the host: reads output rows [out_begin, out_end) from `in` and
@@ -88,28 +89,5 @@ HostIsa BestHostIsa();
 
 // `isa` must be supported.
 std::unique_ptr<Shuffler> MakeHostShuffler(HostIsa isa = BestHostIsa());
-
-// Shuffles on HIP device `device`. FAILED_PRECONDITION when the build has no HIP, the machine no
-// such device, or the device an architecture that was not compiled for.
-absl::StatusOr<std::unique_ptr<Shuffler>> MakeHipShuffler(int device);
-
-enum class DeviceKind : uint8_t { kCpu, kHip };
-
-struct DeviceChoice {
-  DeviceKind kind;
-  int index;           // HIP device, 0 for the CPU
-  std::string reason;  // one sentence for the log
-};
-
-// Whether `wish` is a word that ChooseDevice() knows. Looks at no device. INVALID_ARGUMENT.
-absl::Status CheckDeviceName(absl::string_view wish);
-
-// `wish` is "cpu", "hip", "hip:N" or "auto" (a HIP device when there is one, else the CPU).
-// INVALID_ARGUMENT for another word, FAILED_PRECONDITION when a HIP device was asked for and there
-// is none; the message says why.
-absl::StatusOr<DeviceChoice> ChooseDevice(absl::string_view wish);
-
-// Errors as MakeHipShuffler.
-absl::StatusOr<std::unique_ptr<Shuffler>> MakeShuffler(const DeviceChoice& choice);
 
 }  // namespace shardprep

@@ -201,8 +201,11 @@ void RunFlags::AddTo(FlagSet& flags) {
             "Worker processes. One is enough for one machine: it has a thread for each processor.",
             1, 64, &workers);
   flags.Int("threads", "N", "Threads of one worker. 0: one for each processor.", 0, 4096, &threads);
-  flags.Choice("device", {"auto", "cpu", "hip"},
-               "Where shuffles run. `auto` takes a GPU when there is one.", &device);
+  flags.String(
+      "device", "DEVICE",
+      "Where shuffles run: cpu, hip:N (GPU N), hip (GPU 0; several workers take one each), "
+      "or auto: what is faster, measured at start.",
+      &device);
   flags.Size("memory-budget", "Memory for the buffers of one worker.", &memory_budget_bytes);
   flags.String("metrics-listen", "ADDR",
                "Serves Prometheus metrics while the job runs, for example 127.0.0.1:9464.",

@@ -23,6 +23,8 @@ namespace {
 
 constexpr int kPlainColumns = 160;
 constexpr int64_t kPage = 4096;
+// How workers/worker_main.cc logs it.
+constexpr absl::string_view kDeviceChosen = " component=worker msg=\"device chosen\" ";
 
 // For the handler of SIGABRT, which may only use what is lock-free and async-signal-safe.
 std::atomic<int> g_capture_fd{-1};
@@ -54,7 +56,11 @@ void HandleAbort() {
 std::string LinesForPeople(const std::string& lines) {
   std::string kept;
   for (const absl::string_view line : absl::StrSplit(lines, '\n', absl::SkipEmpty())) {
-    if (!absl::StartsWith(line, "level=info ")) absl::StrAppend(&kept, line, "\n");
+    if (!absl::StartsWith(line, "level=info ")) {
+      absl::StrAppend(&kept, line, "\n");
+    } else if (const size_t at = line.find(kDeviceChosen); at != line.npos) {
+      absl::StrAppend(&kept, "worker: ", line.substr(at + kDeviceChosen.size()), "\n");
+    }
   }
   return kept;
 }

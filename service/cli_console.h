@@ -17,7 +17,7 @@ class Console {
  public:
   // `label` begins the progress line. With `capture_logs` what this process and its children write
   // to standard error goes to memory instead, until destruction; Progress() and PollLogs() pass its
-  // lines on, but of log lines only warnings and errors. A process that aborts still prints it.
+  // lines on, as LinesForPeople() says. A process that aborts still prints it.
   Console(const std::string& label, bool capture_logs);
   ~Console();
   Console(const Console&) = delete;
@@ -52,7 +52,8 @@ class Console {
   bool drop_logs_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-// Of captured lines those for people: log lines (workers/log.h) of level info are left out. Pure.
+// Of captured lines those for people: log lines (workers/log.h) of level info are left out, but for
+// the device that a worker chose and why. Pure.
 std::string LinesForPeople(const std::string& lines);
 
 }  // namespace shardprep

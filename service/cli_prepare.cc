@@ -8,7 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "kernels/shuffle.h"
+#include "kernels/device_choice.h"
 #include "kernels/status_macros.h"
 #include "service/cli.h"
 #include "service/cli_console.h"
@@ -38,12 +38,6 @@ std::string Announcement(const v1::PrepJob& job) {
                       " padded to ", plan.extents().padded_intermediate(), " (",
                       plan.alignment().rule_id(), "), ", plan.kernel_target().profile(), ", each ",
                       ExactSize(plan.routed_bytes_per_rank()));
-}
-
-// A device that is not there would only show as workers that do not come up.
-absl::Status CheckDevice(const std::string& device) {
-  if (device == "auto" || device == "cpu") return absl::OkStatus();
-  return ChooseDevice(device).status();
 }
 
 PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
@@ -173,7 +167,8 @@ int RunPrepare(const CliContext& context, const CliArguments& arguments) {
   if (!roots.ok()) return Fail(kCommand, roots.status());
   const auto s3 = s3_flags.Connect(context, {spec->source_uri(), Destination(*spec)});
   if (!s3.ok()) return Fail(kCommand, s3.status());
-  const absl::Status device = CheckDevice(run_flags.device);
+  // A device that is not there would only show as workers that do not come up.
+  const absl::Status device = CheckDevicePresent(run_flags.device);
   if (!device.ok()) return Fail(kCommand, device, "--device cpu shuffles without a GPU.");
 
   v1::CreatePrepJobRequest request;

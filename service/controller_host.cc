@@ -23,7 +23,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
-#include "kernels/shuffle.h"
+#include "kernels/device_choice.h"
 #include "kernels/status_macros.h"
 #include "service/controller.h"
 #include "service/controller_metrics.h"
@@ -195,9 +195,13 @@ class Host : public ControllerHost {
                          "--worker_id={id}",
                          absl::StrCat("--memory_budget=", options_.memory_budget_bytes),
                          absl::StrCat("--threads=", options_.worker_threads),
-                         absl::StrCat("--device=", options_.device),
                          "--exit_with_stdin",
                          absl::StrCat("--log_level=", LogLevelName(LeastLogLevel()))};
+    for (int slot = 0; slot < workers.count; ++slot) {
+      const std::string device =
+          workers.count == 1 ? options_.device : DeviceOfWorker(options_.device, slot);
+      workers.slot_arguments.push_back({absl::StrCat("--device=", device)});
+    }
     if (!options_.allow_source_root.empty()) {
       workers.arguments.push_back(
           absl::StrCat("--allow_source_root=", absl::StrJoin(options_.allow_source_root, ",")));

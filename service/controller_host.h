@@ -40,6 +40,7 @@ struct ControllerHostOptions {
 
   int local_workers = 0;
   std::string worker_program;  // empty: shardprep-worker beside the own binary
+  // kernels/device_choice.h; of several workers each gets a GPU of its own, as far as there are.
   std::string device = "auto";
   int worker_threads = 0;  // 0: one for each processor
   // Budget of each local worker, and for the figures of plans.

@@ -39,7 +39,8 @@ ABSL_FLAG(std::vector<std::string>, allow_source_root, {},
 ABSL_FLAG(std::string, sign_key, "",
           "PEM file of the Ed25519 private key that signs manifests. Empty: none is signed.");
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
-ABSL_FLAG(std::string, device, "auto", "Device of the local workers: auto, cpu or hip.");
+ABSL_FLAG(std::string, device, "auto",
+          "Device of the local workers: cpu, hip, hip:N, auto or auto:N.");
 ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
 ABSL_FLAG(std::string, memory_budget, "512MiB",
           "Memory that the buffers of each local worker may take; also what plans assume.");

@@ -124,7 +124,7 @@ class SpawnedWorkers : public LocalWorkers {
     for (int generation = 0;; ++generation) {
       const absl::Time begin = absl::Now();
       const std::string id = absl::StrCat(options_.id_prefix, "-", slot, "-", generation);
-      if (!RunProcess(id)) return;
+      if (!RunProcess(slot, id)) return;
       if (absl::Now() - begin >= options_.settled) pause = options_.restart_pause;
       absl::MutexLock lock(&mu_);
       if (mu_.AwaitWithTimeout(absl::Condition(&stopping_), pause)) return;
@@ -133,8 +133,12 @@ class SpawnedWorkers : public LocalWorkers {
   }
 
   // One process from start to end. False when there is to be no other.
-  bool RunProcess(const std::string& id) {
+  bool RunProcess(int slot, const std::string& id) {
     std::vector<std::string> arguments = options_.arguments;
+    if (!options_.slot_arguments.empty()) {
+      const std::vector<std::string>& more = options_.slot_arguments[static_cast<size_t>(slot)];
+      arguments.insert(arguments.end(), more.begin(), more.end());
+    }
     for (std::string& argument : arguments) {
       argument = absl::StrReplaceAll(argument, {{"{id}", id}});
     }

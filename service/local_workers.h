@@ -25,6 +25,8 @@ struct LocalWorkersOptions {
   // Arguments after the program's name. "{id}" stands for the worker id, which is unique for each
   // process.
   std::vector<std::string> arguments;
+  // More arguments for the process of each slot. Empty: none; else one list for each of `count`.
+  std::vector<std::vector<std::string>> slot_arguments;
   std::string id_prefix = "local";  // [A-Za-z0-9._-]+, unique on the controller
   absl::Duration restart_pause = absl::Milliseconds(200);
   absl::Duration max_restart_pause = absl::Seconds(30);

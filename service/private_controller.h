@@ -18,7 +18,7 @@ class S3Connection;
 
 struct PrivateControllerOptions {
   int workers = 1;
-  std::string device = "auto";                       // auto, cpu or hip
+  std::string device = "auto";                       // kernels/device_choice.h
   int64_t memory_budget_bytes = int64_t{512} << 20;  // of each worker
   int worker_threads = 0;                            // of each worker; 0: one for each processor
   std::string metrics_listen;                        // empty: none

@@ -234,6 +234,8 @@ void Worker::WorkOn(HeldLease& held) {
        {"region", held.lease.region()},
        {"attempt", held.lease.attempt()},
        {"status", status}});
+  // Before the failure is told, so that the task is not leased to this worker again.
+  if (!shuffler_->Health().ok()) Drain();
   {
     absl::MutexLock lock(&mu_);
     if (status.ok()) {
@@ -367,7 +369,7 @@ absl::Status Worker::Run() {
     {
       absl::MutexLock lock(&mu_);
       // Said or not: a controller that cannot be reached finds the leases closed by time.
-      if (draining_ && held_.empty()) return absl::OkStatus();
+      if (draining_ && held_.empty()) return shuffler_->Health();
       delay = next_delay_;
     }
     if (status.ok()) {

@@ -65,7 +65,8 @@ class Worker {
 
   // RunOnce until drained and every lease is closed. Returns OK then, and FAILED_PRECONDITION or
   // INVALID_ARGUMENT when the controller refuses this worker for good; keeps trying on other
-  // errors.
+  // errors. A worker whose device is lost drains itself and returns that error, UNAVAILABLE: its
+  // leases are attempted again elsewhere, or by the process that is started in its place.
   absl::Status Run();
 
   // Takes nothing new; leases in hand are stopped and given back. From any thread, also twice.

@@ -15,7 +15,7 @@
 
 #include "absl/flags/flag.h"
 #include "absl/strings/str_cat.h"
-#include "kernels/shuffle.h"
+#include "kernels/device_choice.h"
 #include "workers/byte_size.h"
 #include "workers/clock.h"
 #include "workers/environment.h"
@@ -36,7 +36,9 @@ ABSL_FLAG(std::string, worker_id, "",
           "Unique name of this worker. Default: host name and process id.");
 ABSL_FLAG(std::string, memory_budget, "512MiB", "Memory that the worker's buffers may take.");
 ABSL_FLAG(int, threads, 0, "Threads that prepare. 0: one for each processor it may run on.");
-ABSL_FLAG(std::string, device, "auto", "Where shuffles run: auto, cpu, hip or hip:N.");
+ABSL_FLAG(std::string, device, "auto",
+          "Where shuffles run: cpu, hip:N (GPU N; hip is hip:0), or auto:N: the faster of both, "
+          "measured at start (auto is auto:0).");
 ABSL_FLAG(std::string, metrics_listen, "",
           "Address for /metrics and /livez, for example 0.0.0.0:9465. Empty: none.");
 ABSL_FLAG(std::string, log_level, "info", "Least level that is logged: info, warning or error.");
@@ -137,19 +139,18 @@ int Main() {
     return Fail(absl::InvalidArgumentError(
         absl::StrCat("threads: ", threads, ", want 0 to ", kMaxThreads)));
   }
-  const auto choice = ChooseDevice(absl::GetFlag(FLAGS_device));
-  if (!choice.ok()) return Fail(choice.status());
-  auto shuffler = MakeShuffler(*choice);
-  if (!shuffler.ok()) return Fail(shuffler.status());
-  Log(LogLevel::kInfo, "worker", "device chosen",
-      {{"device", (*shuffler)->name()}, {"reason", choice->reason}});
-
   WorkerOptions options;
   options.worker_id = absl::GetFlag(FLAGS_worker_id);
   if (options.worker_id.empty()) options.worker_id = DefaultWorkerId();
   options.memory_budget_bytes = *budget;
   options.threads = threads > 0 ? threads : static_cast<int>(std::thread::hardware_concurrency());
   options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
+
+  const auto device = OpenDevice(absl::GetFlag(FLAGS_device), options.threads);
+  if (!device.ok()) return Fail(device.status());
+  // Commands that run a worker show this line to people (service/cli_console.cc).
+  Log(LogLevel::kInfo, "worker", "device chosen",
+      {{"device", device->shuffler->name()}, {"reason", device->reason}});
 
   const ConnectionSecurity security{.tls = {.certificate = absl::GetFlag(FLAGS_tls_cert),
                                             .key = absl::GetFlag(FLAGS_tls_key),
@@ -164,7 +165,7 @@ int Main() {
   WorkerMetrics metrics(*registry, kToolVersion);
   S3Metrics s3_metrics(*registry);
   options.s3 = S3FromFlags(&s3_metrics);
-  Worker worker(options, link.get(), shuffler->get(), &clock, &metrics);
+  Worker worker(options, link.get(), device->shuffler.get(), &clock, &metrics);
   std::unique_ptr<MetricsServer> server;
   if (const std::string address = absl::GetFlag(FLAGS_metrics_listen); !address.empty()) {
     auto started = MetricsServer::Start(

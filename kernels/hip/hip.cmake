@@ -1,17 +1,20 @@
-# Compiles the device code. Sets, for kernels/CMakeLists.txt:
-#   SP_HIP_SOURCES    host sources that stand for HIP in this build
-#   SP_HIP_OBJECT     the compiled kernels, empty without HIP
-#   SP_HIP_LIBRARIES  what they need
+# Compiles the device code. Sets, for kernels/CMakeLists.txt and tests/device:
+#   SP_HIP_SOURCES        host sources that stand for HIP in this build
+#   SP_HIP_OBJECT         the compiled kernels, empty without HIP
+#   SP_HIP_LIBRARIES      what they need
+#   SP_HIP_CLANG, SP_HIP_ROCM_ROOT, SP_HIP_TARGETS  how they are compiled: compiler, root, list
 #
 # One source file needs a device compiler, so it is compiled by a custom command; CMake's HIP
 # language wants a ROCm installation of its own layout, which Debian's packages are not. The
 # compiler needs a ROCm root: a real one (/opt/rocm, or SHARDPREP_ROCM_ROOT) or, with Debian's
-# packages, a private one made by make_rocm_root.sh. On a ROCm image with a newer compiler, add its
-# architectures to SHARDPREP_HIP_ARCHITECTURES, for example gfx950.
+# packages, a private one made by make_rocm_root.sh. SHARDPREP_HIP_ARCHITECTURES says what to
+# compile for; configuring fails for one that the compiler does not know.
+include(${CMAKE_CURRENT_LIST_DIR}/architectures.cmake)
+
 set(SHARDPREP_ROCM_ROOT "" CACHE PATH "ROCm installation; empty: /opt/rocm or Debian's packages")
 set(SHARDPREP_HIP_COMPILER "" CACHE FILEPATH "Compiler of the HIP kernels; empty: found")
 
-set(SP_HIP_SOURCES hip/hip_absent.cc)
+set(SP_HIP_SOURCES hip/gpu_absent.cc)
 set(SP_HIP_OBJECT "")
 set(SP_HIP_LIBRARIES "")
 
@@ -56,28 +59,33 @@ function(sp_enable_hip problem)
     set(${problem} "${missing}" PARENT_SCOPE)
     return()
   endif()
-  set(offload "")
-  foreach(architecture IN LISTS SHARDPREP_HIP_ARCHITECTURES)
-    list(APPEND offload --offload-arch=${architecture})
-  endforeach()
-  string(REPLACE ";" ", " architecture_list "${SHARDPREP_HIP_ARCHITECTURES}")
+  set(impossible "")
+  sp_choose_hip_architectures(${SP_HIP_CLANG} ${rocm_root} "${SHARDPREP_HIP_ARCHITECTURES}"
+                              targets impossible)
+  if(impossible)
+    message(FATAL_ERROR "SHARDPREP_HIP_ARCHITECTURES: ${impossible}")
+  endif()
+  list(TRANSFORM targets PREPEND --offload-arch= OUTPUT_VARIABLE offload)
+  list(JOIN targets "," architecture_list)
   set(object ${CMAKE_CURRENT_BINARY_DIR}/lane_launch.o)
   set(source ${CMAKE_CURRENT_SOURCE_DIR}/hip/lane_launch.hip)
   add_custom_command(
     OUTPUT ${object}
     COMMAND ${SP_HIP_CLANG} -x hip --rocm-path=${rocm_root} ${offload} -std=c++20 -O3 -fPIC -Wall
             -Wextra -Werror -I${CMAKE_SOURCE_DIR}
-            "-DSHARDPREP_HIP_ARCHITECTURE_LIST=\"${architecture_list}\""
+            "-DSHARDPREP_GPU_ARCHITECTURE_LIST=\"${architecture_list}\""
             -MD -MF ${object}.d -MT ${object} -c ${source} -o ${object}
     DEPENDS ${source}
     DEPFILE ${object}.d
     COMMENT "Compiling HIP kernels for ${architecture_list}"
     VERBATIM)
   set_source_files_properties(${object} PROPERTIES EXTERNAL_OBJECT TRUE GENERATED TRUE)
-  set_source_files_properties(hip/hip_device.cc PROPERTIES
+  set_source_files_properties(hip/gpu_runtime.cc PROPERTIES
     COMPILE_DEFINITIONS __HIP_PLATFORM_AMD__ INCLUDE_DIRECTORIES ${SP_HIP_INCLUDE})
   message(STATUS "HIP: ${SP_HIP_CLANG}, root ${rocm_root}, for ${architecture_list}")
-  set(SP_HIP_SOURCES hip/hip_device.cc PARENT_SCOPE)
+  set(SP_HIP_ROCM_ROOT ${rocm_root} PARENT_SCOPE)
+  set(SP_HIP_TARGETS ${targets} PARENT_SCOPE)
+  set(SP_HIP_SOURCES hip/gpu_runtime.cc PARENT_SCOPE)
   set(SP_HIP_OBJECT ${object} PARENT_SCOPE)
   set(SP_HIP_LIBRARIES ${SP_AMDHIP64} PARENT_SCOPE)
 endfunction()

@@ -1,23 +1,24 @@
+#if !defined(SHARDPREP_GPU_CUDA)
 #include <hip/hip_runtime.h>
+#endif
 
 #include "kernels/hip/lane_launch.h"
 
 namespace shardprep {
 namespace {
 
-constexpr int64_t kThreads = 256;
+constexpr uint32_t kThreads = 256;
 
 template <TileKind kTile>
 __global__ __launch_bounds__(kThreads) void LaneKernel(LaneArgs args) {
-  const int64_t lane = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (lane < LaneCount(args)) ShuffleLane<kTile>(args, lane);
+  const uint32_t lane = blockIdx.x * kThreads + threadIdx.x;
+  if (lane < args.lanes) ShuffleLane<kTile>(args, lane);
 }
 
 template <TileKind kTile>
 hipError_t Launch(const LaneArgs& args, hipStream_t stream) {
-  const int64_t groups = (LaneCount(args) + kThreads - 1) / kThreads;
-  hipLaunchKernelGGL(HIP_KERNEL_NAME(LaneKernel<kTile>), dim3(static_cast<uint32_t>(groups)),
-                     dim3(kThreads), 0, stream, args);
+  const uint32_t groups = (args.lanes + kThreads - 1) / kThreads;
+  LaneKernel<kTile><<<dim3(groups), dim3(kThreads), 0, stream>>>(args);
   return hipGetLastError();
 }
 
@@ -37,6 +38,6 @@ hipError_t LaunchLanes(const LaneArgs& args, hipStream_t stream) {
   return hipErrorInvalidValue;
 }
 
-const char* CompiledArchitectures() { return SHARDPREP_HIP_ARCHITECTURE_LIST; }
+const char* CompiledArchitectureList() { return SHARDPREP_GPU_ARCHITECTURE_LIST; }
 
 }  // namespace shardprep

@@ -12,11 +12,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "kernels/hip/hip_device.h"
-#include "kernels/hip/lane_kernel.h"
+#include "kernels/device_choice.h"
 #include "kernels/hip/lane_shuffler.h"
 #include "kernels/layout.h"
 #include "tests/kernels/aiter_cases.h"
+#include "tests/kernels/emulated_gpu.h"
 #include "workers/digest.h"
 
 namespace shardprep {
@@ -24,105 +24,14 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Runs the lanes of a launch one after the other in host memory, and checks that the shuffler keeps
-// the protocol of LaneDevice.
-class EmulatedDevice final : public LaneDevice {
- public:
-  struct Faults {
-    absl::Status prepare;
-    absl::Status start;
-    absl::Status wait;
-    bool corrupt = false;
-  };
-
-  explicit EmulatedDevice(std::shared_ptr<Faults> faults = std::make_shared<Faults>())
-      : faults_(std::move(faults)) {}
-
-  absl::Status Prepare(int64_t in_bytes, int64_t out_bytes) override {
-    for (Slot& slot : slots_) {
-      EXPECT_FALSE(slot.busy);
-      slot.in.resize(std::max(slot.in.size(), LanesFor(in_bytes)));
-      slot.out.resize(std::max(slot.out.size(), LanesFor(out_bytes)));
-      std::memset(slot.in.data(), 0xEE, slot.in.size() * kLaneBytes);
-    }
-    return faults_->prepare;
-  }
-
-  uint8_t* StagingIn(int slot) override {
-    EXPECT_FALSE(slots_[slot].busy);
-    return slots_[slot].in.data()->bytes;
-  }
-
-  const uint8_t* StagingOut(int slot) override {
-    EXPECT_FALSE(slots_[slot].busy);
-    return slots_[slot].out.data()->bytes;
-  }
-
-  absl::Status Start(int slot_index, const LaneArgs& host_args) override {
-    Slot& slot = slots_[slot_index];
-    EXPECT_FALSE(slot.busy);
-    EXPECT_LE(LanesFor(host_args.rows * host_args.src_pitch), slot.in.size());
-    EXPECT_LE(LanesFor(host_args.rows * host_args.out_cols), slot.out.size());
-    slot.busy = true;
-    slot.args = host_args;
-    slot.args.src = slot.in.data()->bytes;
-    slot.args.dst = slot.out.data()->bytes;
-    return faults_->start;
-  }
-
-  // The work happens as late as it may, as on a slow device.
-  absl::Status Wait(int slot_index) override {
-    Slot& slot = slots_[slot_index];
-    if (!slot.busy) return absl::OkStatus();
-    slot.busy = false;
-    for (int64_t lane = LaneCount(slot.args); lane-- > 0;) RunLane(slot.args, lane);
-    if (faults_->corrupt) slot.args.dst[LaneCount(slot.args) * kLaneBytes - 1] ^= 1;
-    return faults_->wait;
-  }
-
-  std::string name() const override { return "emulated"; }
-
- private:
-  struct alignas(64) Lane {
-    uint8_t bytes[kLaneBytes];
-  };
-  struct Slot {
-    std::vector<Lane> in;
-    std::vector<Lane> out;
-    LaneArgs args = {};
-    bool busy = false;
-  };
-
-  static size_t LanesFor(int64_t bytes) {
-    return static_cast<size_t>((bytes + kLaneBytes - 1) / kLaneBytes);
-  }
-
-  static void RunLane(const LaneArgs& args, int64_t lane) {
-    switch (args.tile) {
-      case TileKind::kRow:
-        ADD_FAILURE() << "rows are not launched";
-        return;
-      case TileKind::k16x16:
-        return ShuffleLane<TileKind::k16x16>(args, lane);
-      case TileKind::kE8m0:
-        return ShuffleLane<TileKind::kE8m0>(args, lane);
-      case TileKind::kN32K4:
-        return ShuffleLane<TileKind::kN32K4>(args, lane);
-    }
-  }
-
-  std::shared_ptr<Faults> faults_;
-  Slot slots_[kSlots];
-};
-
-// Every implementation that runs here: each instruction set of this CPU, the lanes of a HIP launch
-// in host memory, and a HIP device where there is one.
+// Every implementation that runs here: each instruction set of this CPU, the lanes of a GPU launch
+// in host memory, and a GPU where there is one.
 std::vector<std::unique_ptr<Shuffler>> AllShufflers() {
   std::vector<std::unique_ptr<Shuffler>> all;
   for (const HostIsa isa : SupportedHostIsas()) all.push_back(MakeHostShuffler(isa));
-  all.push_back(MakeLaneShuffler(std::make_unique<EmulatedDevice>()).value());
-  absl::StatusOr<std::unique_ptr<Shuffler>> hip = MakeHipShuffler(0);
-  if (hip.ok()) all.push_back(*std::move(hip));
+  all.push_back(MakeLaneShuffler(std::make_shared<EmulatedGpu>(), 0).value());
+  absl::StatusOr<ChosenDevice> gpu = OpenDevice("hip", 1);
+  if (gpu.ok()) all.push_back(std::move(gpu->shuffler));
   return all;
 }
 
@@ -421,60 +330,6 @@ TEST(HostIsa, ScalarIsAlwaysThereAndTheBestIsLast) {
   EXPECT_TRUE(std::is_sorted(isas.begin(), isas.end()));
   EXPECT_EQ(BestHostIsa(), isas.back());
   EXPECT_THAT(MakeHostShuffler()->name(), HasSubstr("cpu/"));
-}
-
-TEST(LaneShuffler, ADeviceThatDiffersFromTheHostIsRefused) {
-  auto faults = std::make_shared<EmulatedDevice::Faults>();
-  faults->corrupt = true;
-  const absl::Status status = MakeLaneShuffler(std::make_unique<EmulatedDevice>(faults)).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("differs from the host"));
-}
-
-TEST(LaneShuffler, DeviceErrorsPassThroughAndTheNextCallWorks) {
-  const ShuffleJob job{LayoutId::kAiter16x16, RowOrder::kAsIs, 8192, 3584, 3584};
-  const Source source = MakeSource(job, 4096, 3584);
-  std::vector<uint8_t> out(static_cast<size_t>(job.rows * job.padded_cols));
-  auto faults = std::make_shared<EmulatedDevice::Faults>();
-  const std::unique_ptr<Shuffler> shuffler =
-      MakeLaneShuffler(std::make_unique<EmulatedDevice>(faults)).value();
-  absl::Status EmulatedDevice::Faults::* const places[] = {&EmulatedDevice::Faults::prepare,
-                                                           &EmulatedDevice::Faults::start,
-                                                           &EmulatedDevice::Faults::wait};
-  for (const auto place : places) {
-    (*faults).*place = absl::UnavailableError("device fell off the bus");
-    EXPECT_EQ(shuffler->Shuffle(job, source.views, 0, job.rows, out.data()).code(),
-              absl::StatusCode::kUnavailable);
-    (*faults).*place = absl::OkStatus();
-    ASSERT_TRUE(shuffler->Shuffle(job, source.views, 0, 64, out.data()).ok());
-  }
-}
-
-TEST(Device, AWishIsMetOrRefusedButNeverIgnored) {
-  EXPECT_EQ(ChooseDevice("cpu").value().kind, DeviceKind::kCpu);
-  for (const char* word : {"", "gpu", "hip:", "hip:-1", "hip:x", "cuda", "CPU"}) {
-    EXPECT_EQ(ChooseDevice(word).status().code(), absl::StatusCode::kInvalidArgument) << word;
-    EXPECT_EQ(CheckDeviceName(word), ChooseDevice(word).status());
-  }
-  const DeviceChoice any = ChooseDevice("auto").value();
-  EXPECT_FALSE(any.reason.empty());
-  const absl::StatusOr<int> devices = HipDeviceCount();
-  if (devices.ok()) {
-    EXPECT_EQ(any.kind, DeviceKind::kHip);
-    EXPECT_EQ(ChooseDevice("hip").value().kind, DeviceKind::kHip);
-    EXPECT_EQ(ChooseDevice(absl::StrCat("hip:", *devices)).status().code(),
-              absl::StatusCode::kFailedPrecondition);
-    return;
-  }
-  EXPECT_EQ(any.kind, DeviceKind::kCpu);
-  EXPECT_THAT(any.reason, HasSubstr(std::string(devices.status().message())));
-  for (const char* word : {"hip", "hip:0", "hip:7"}) {
-    EXPECT_EQ(ChooseDevice(word).status().code(), absl::StatusCode::kFailedPrecondition) << word;
-  }
-  EXPECT_EQ(MakeHipShuffler(0).status().code(), absl::StatusCode::kFailedPrecondition);
-  EXPECT_EQ(MakeShuffler({DeviceKind::kHip, 0, ""}).status().code(),
-            absl::StatusCode::kFailedPrecondition);
-  EXPECT_THAT(MakeShuffler(any).value()->name(), HasSubstr("cpu/"));
 }
 
 }  // namespace

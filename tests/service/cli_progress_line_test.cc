@@ -164,6 +164,9 @@ TEST(LinesForPeople, LeavesOutInfoAndKeepsEverythingElse) {
                            "level=error ts=3\n"),
             "level=warning ts=2 msg=b\nbroken invariant\nlevel=error ts=3\n");
   EXPECT_EQ(LinesForPeople(""), "");
+  EXPECT_EQ(LinesForPeople("level=info ts=1 component=worker msg=\"device chosen\" "
+                           "device=cpu/avx2 reason=\"no GPU is used\"\n"),
+            "worker: device=cpu/avx2 reason=\"no GPU is used\"\n");
 }
 
 }  // namespace

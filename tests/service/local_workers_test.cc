@@ -17,8 +17,10 @@
 namespace shardprep {
 namespace {
 
+using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Pair;
 
 // What the supervisor tells of ended processes.
 class Endings {
@@ -80,6 +82,17 @@ TEST(LocalWorkers, IdIsPassedToTheProcess) {
       LocalWorkers::Start(Shell("test \"$0\" = t-0-0 && exit 42"), endings.Callback());
   ASSERT_TRUE(workers.ok());
   EXPECT_EQ(endings.Await(1)[0].second, "exited with code 42");
+}
+
+TEST(LocalWorkers, EachSlotGetsItsOwnArguments) {
+  Endings endings;
+  LocalWorkersOptions options = Shell("exit $1", 2);
+  options.slot_arguments = {{"40"}, {"41"}};
+  const auto workers = LocalWorkers::Start(options, endings.Callback());
+  ASSERT_TRUE(workers.ok());
+  const auto ended = endings.Await(8);
+  EXPECT_THAT(ended, Contains(Pair("t-0-0", "exited with code 40")));
+  EXPECT_THAT(ended, Contains(Pair("t-1-0", "exited with code 41")));
 }
 
 TEST(LocalWorkers, StopEndsAllWithinTheGraceTime) {

@@ -6,7 +6,8 @@
   service  includes proto, workers but nobody's main, kernels' host headers, service
   tests    includes everything
 
-HIP headers stand in kernels/hip only. Headers form no cycle. A source file is never included.
+Headers of HIP and CUDA stand in kernels/hip only. Headers form no cycle. A source file is never
+included.
 """
 
 import pathlib
@@ -40,7 +41,7 @@ IMPORT = re.compile(r'^\s*import\s+(?:public\s+|weak\s+)?"([^"]+)"\s*;', re.MULT
 
 
 def is_hip_header(name):
-    return name.startswith(("hip/", "rocm", "hsa/"))
+    return name.startswith(("hip/", "rocm", "hsa/", "cuda"))
 
 
 class IncludeGraph:
@@ -208,6 +209,7 @@ class FakeTreeTest(unittest.TestCase):
             ("service/a.cc", '#include "queue.h"', "path from the repository's root"),
             ("service/a.cc", "#include <workers/plan.h>", "want quotes"),
             ("tests/a_test.cc", "#include <hip/hip_runtime.h>", "kernels/hip only"),
+            ("tests/a_test.cc", "#include <cuda_runtime_api.h>", "kernels/hip only"),
             ("proto/shardprep/v1/a.proto", 'import "other/b.proto";', "google protos only"),
             ("proto/shardprep/v1/a.proto", 'import "shardprep/v1/b.proto";', "does not exist"),
         ]

@@ -1,5 +1,6 @@
 #include "workers/worker.h"
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -67,6 +68,24 @@ class HeldShuffler : public Shuffler {
 
  private:
   std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
+};
+
+// A device that is lost in its first shuffle.
+class LostShuffler : public Shuffler {
+ public:
+  absl::Status Shuffle(const ShuffleJob& /*job*/, absl::Span<const RowsView> /*views*/,
+                       int64_t /*begin*/, int64_t /*end*/, uint8_t* /*out*/) override {
+    lost_ = true;
+    return LostError();
+  }
+  std::string name() const override { return "hip:0/gfx942"; }
+  absl::Status Health() const override { return lost_ ? LostError() : absl::OkStatus(); }
+  static absl::Status LostError() {
+    return absl::UnavailableError("hip:0/gfx942: wait for device: fell off the bus");
+  }
+
+ private:
+  std::atomic<bool> lost_{false};
 };
 
 class WorkerTest : public ::testing::Test {
@@ -234,6 +253,25 @@ TEST_F(WorkerTest, ADrainingWorkerGivesBackAndTakesNothing) {
   EXPECT_EQ(controller_.last_request.leases(0).lease_id(), "a");
   EXPECT_EQ(controller_.last_request.leases(0).state(), v1::LeaseReport::STATE_RETURNED);
   EXPECT_EQ(controller_.last_request.leases_size(), 1);
+}
+
+TEST_F(WorkerTest, AWorkerWhoseDeviceIsLostGivesTheTaskBackAndEnds) {
+  LostShuffler shuffler;
+  const auto worker = MakeWorker(&shuffler);
+  *controller_.desired.add_leases() = Lease("a", absl::Seconds(60));
+  ASSERT_TRUE(worker->RunOnce().ok());
+  controller_.AwaitInterruptions(2);
+  // Further leases are not taken.
+  *controller_.desired.add_leases() = Lease("b", absl::Seconds(60));
+  EXPECT_EQ(worker->Run(), LostShuffler::LostError());
+  EXPECT_TRUE(controller_.last_request.draining());
+  ASSERT_EQ(controller_.last_request.leases_size(), 1);
+  const v1::LeaseReport& report = controller_.last_request.leases(0);
+  EXPECT_EQ(report.lease_id(), "a");
+  EXPECT_EQ(report.state(), v1::LeaseReport::STATE_FAILED);
+  EXPECT_EQ(report.error().code(), static_cast<int>(absl::StatusCode::kUnavailable));
+  EXPECT_THAT(report.error().message(), HasSubstr("fell off the bus"));
+  EXPECT_THAT(DestinationKeys(), IsEmpty());
 }
 
 TEST_F(WorkerTest, ARefusedBuildEndsTheWorker) {

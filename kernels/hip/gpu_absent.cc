@@ -1,4 +1,4 @@
-#include "kernels/hip/hip_device.h"
+#include "kernels/hip/gpu_runtime.h"
 
 namespace shardprep {
 namespace {
@@ -10,8 +10,8 @@ absl::Status BuiltWithout() {
 
 }  // namespace
 
-absl::StatusOr<int> HipDeviceCount() { return BuiltWithout(); }
+absl::StatusOr<std::unique_ptr<GpuRuntime>> MakeGpuRuntime() { return BuiltWithout(); }
 
-absl::StatusOr<std::unique_ptr<LaneDevice>> OpenHipDevice(int /*index*/) { return BuiltWithout(); }
+absl::Status GpuStatus(int /*code*/, absl::string_view /*what*/) { return BuiltWithout(); }
 
 }  // namespace shardprep

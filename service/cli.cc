@@ -153,6 +153,13 @@ void SpecFlags::AddTo(FlagSet& flags) {
   flags.Size("part-size", "Largest part file, unless one tensor alone is larger.",
              &part_size_bytes_);
   flags.Bool("include-mtp", "Prepares the multi-token-prediction layers too.", &include_mtp_);
+  flags.Bool("self-contained",
+             "Repeats what all ranks have alike in each rank's files instead of storing it once.",
+             &self_contained_);
+  flags.Bool("slice-dense",
+             "Cuts and fuses attention, shared-expert and embedding tensors for each rank too, "
+             "under the names of the engine.",
+             &slice_dense_);
   flags.Bool("experts-only", "Leaves out every tensor that is no routed expert.", &experts_only_);
   flags.String("alignment-policy", "FILE", "Replaces the compiled-in table of alignment rules.",
                &alignment_policy_);
@@ -188,6 +195,8 @@ absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_direc
   kernel.set_profile(profile_);
   spec.set_carry(experts_only_ ? v1::CARRY_EXPERTS_ONLY : v1::CARRY_REPLICATED);
   spec.set_include_mtp(include_mtp_);
+  spec.set_self_contained(self_contained_);
+  spec.set_slice_dense(slice_dense_);
   spec.set_part_size_bytes(part_size_bytes_);
   spec.set_verify_after_write(verify_after_write_);
   if (!alignment_policy_.empty()) {

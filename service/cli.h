@@ -89,6 +89,8 @@ class SpecFlags {
   std::string architecture_ = "gfx950";
   std::string profile_ = "aiter-separated";
   bool include_mtp_ = false;
+  bool self_contained_ = false;
+  bool slice_dense_ = false;
   bool experts_only_ = false;
   int64_t part_size_bytes_ = int64_t{2} << 30;
   std::string alignment_policy_;

@@ -99,6 +99,9 @@ std::string RankSection(const v1::PlanSummary& plan) {
     table.push_back(SizeRow("  without MTP layers", plan.routed_bytes_per_rank_without_mtp()));
   }
   table.push_back(SizeRow("  of them padding", plan.padding_bytes_per_rank()));
+  if (plan.dense_bytes_per_rank() > 0) {
+    table.push_back(SizeRow("other tensors in its files", plan.dense_bytes_per_rank()));
+  }
   table.push_back(SizeRow(absl::StrCat("under the generic rule ", plan.generic_rule_id()),
                           plan.generic_rule_bytes_per_rank()));
   table.push_back(SizeRow("saved by this rule", plan.saved_bytes_per_rank()));

@@ -678,7 +678,7 @@ absl::Status CheckSourceUnchanged(const JobPlan& plan, ObjectStore& source) {
 }
 
 int64_t NativeBytesOf(const v1::TensorRecord& tensor) {
-  if (tensor.expert_count() == 0) return tensor.size_bytes();  // stored unchanged
+  if (tensor.expert_count() == 0) return tensor.size_bytes() - tensor.tail_bytes();
   return tensor.expert_count() * tensor.native_rows() * tensor.native_row_bytes();
 }
 
@@ -713,7 +713,7 @@ absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectSto
     return absl::DataLossError(
         absl::StrCat(records.size(), " parts are recorded, ", parts.size(), " planned"));
   }
-  const int64_t want = totals.routed_bytes + totals.replicated_bytes;
+  const int64_t want = totals.routed_bytes + totals.replicated_bytes + totals.dense_bytes;
   if (native != want) {
     return absl::DataLossError(
         absl::StrCat("the records hold ", native, " source bytes, the plan carries ", want));
@@ -838,6 +838,12 @@ void DescribePlan(const JobPlan& plan, v1::Manifest& manifest) {
   manifest.set_routed_bytes_per_rank(summary.routed_bytes_per_rank());
   manifest.set_padding_bytes_per_rank(summary.padding_bytes_per_rank());
   manifest.set_replicated_bytes(summary.replicated_bytes());
+  // Fields that older readers do not know are there only when they say something.
+  if (plan.spec.self_contained()) manifest.set_self_contained(true);
+  if (plan.spec.slice_dense()) manifest.set_slice_dense(true);
+  if (summary.dense_bytes_per_rank() > 0) {
+    manifest.set_dense_bytes_per_rank(summary.dense_bytes_per_rank());
+  }
   for (const OmittedTensor& tensor : plan.slices.omitted()) {
     v1::NotCarried& entry = *manifest.add_not_carried();
     entry.set_name(tensor.name);
@@ -1061,7 +1067,12 @@ absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedP
     out.set_layout(GetLayoutInfo(LayoutId::kRowMajor).name);
     out.set_row_order("as-is");
     out.set_half_count(1);
-    if (!routed) continue;
+    if (!routed) {
+      const int64_t tail =
+          plan.slices.dense_tensors()[static_cast<size_t>(tensor.source)].tail_bytes;
+      if (tail > 0) out.set_tail_bytes(tail);
+      continue;
+    }
     const FusedTensor& fused = plan.slices.FusedTensorsOf(rank)[tensor.source];
     out.set_layout(GetLayoutInfo(fused.job.layout).name);
     out.set_row_order(fused.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is");

@@ -52,6 +52,28 @@ std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRang
   return pieces;
 }
 
+int64_t DenseBlockRows(const DenseSource& source) {
+  return std::max<int64_t>(1, kBlockBytes / source.row_bytes);
+}
+
+namespace {
+
+// All ranks share the blocks of dense tensors.
+void AddDense(const SlicePlan& plan, MemoryNeed& need, int64_t& largest_output,
+              int64_t& least_span) {
+  if (plan.DenseBytesPerRank() == 0) return;
+  for (const DenseTensor& tensor : plan.dense_tensors()) {
+    for (const DenseSource& source : tensor.sources) {
+      const int64_t block = DenseBlockRows(source) * source.row_bytes;
+      largest_output = std::max(largest_output, block);
+      least_span = std::max(least_span, source.row_bytes);
+      if (need.preferred_read == 0) need.shared_block = std::max(need.shared_block, block);
+    }
+  }
+}
+
+}  // namespace
+
 MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
                         const ObjectStore& destination) {
   MemoryNeed need;
@@ -69,6 +91,7 @@ MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
       need.per_thread = std::max(need.per_thread, block.source_bytes);
     }
   }
+  AddDense(plan, need, largest_output, least_span);
   int64_t largest_part = 0, largest_source = 0;
   for (const Region& region : plan.regions()) {
     largest_source = std::max(largest_source, region.source_bytes);

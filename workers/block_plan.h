@@ -28,6 +28,9 @@ struct BlockShape {
 
 BlockShape BlockShapeOf(const FusedTensor& tensor);
 
+// Rows of a dense source that are read at a time.
+int64_t DenseBlockRows(const DenseSource& source);
+
 // True when gate and up rows alternate in the output, so that a block needs rows of both halves.
 bool AlternatesHalves(const FusedTensor& tensor);
 

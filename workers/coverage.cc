@@ -14,7 +14,7 @@ namespace shardprep {
 namespace {
 
 // How a tensor of the checkpoint is carried.
-enum class Way : uint8_t { kNone, kRouted, kReplicated };
+enum class Way : uint8_t { kNone, kRouted, kReplicated, kDense };
 
 class CoverageProof {
  public:
@@ -23,14 +23,25 @@ class CoverageProof {
 
   absl::StatusOr<CoverageTotals> Run() {
     for (const Region& region : plan_.regions()) {
-      SP_RETURN_IF_ERROR(region.kind == Region::Kind::kRouted ? CoverRouted(region)
-                                                              : CoverReplicated(region));
+      SP_RETURN_IF_ERROR(Cover(region));
     }
     SP_RETURN_IF_ERROR(CheckRest());
     return totals_;
   }
 
  private:
+  absl::Status Cover(const Region& region) {
+    switch (region.kind) {
+      case Region::Kind::kRouted:
+        return CoverRouted(region);
+      case Region::Kind::kReplicated:
+        return CoverReplicated(region);
+      case Region::Kind::kDense:
+        return CoverDense(region);
+    }
+    SP_CHECK(false);
+  }
+
   absl::Status Fail(int32_t tensor, const std::string& what) const {
     return absl::DataLossError(
         absl::StrCat(std::string(plan_.checkpoint().tensors().at(tensor).name), ": ", what));
@@ -183,10 +194,15 @@ class CoverageProof {
   absl::Status CoverReplicated(const Region& region) {
     for (const PartPlan& part : region.parts) {
       for (const PartTensor& tensor : part.tensors) {
-        SP_RETURN_IF_ERROR(Claim(tensor.source, Way::kReplicated));
-        const int64_t size = plan_.checkpoint().tensors().at(tensor.source).size_bytes;
+        const DenseTensor& dense = plan_.dense_tensors()[static_cast<size_t>(tensor.source)];
+        int64_t size = 0;
+        for (const DenseSource& source : dense.sources) {
+          SP_RETURN_IF_ERROR(Claim(source.tensor, Way::kReplicated));
+          size += plan_.checkpoint().tensors().at(source.tensor).size_bytes;
+        }
         if (tensor.size_bytes != size) {
-          return Fail(tensor.source, absl::StrCat(tensor.size_bytes, " bytes stored, want ", size));
+          return Fail(dense.sources.front().tensor,
+                      absl::StrCat(tensor.size_bytes, " bytes stored, want ", size));
         }
         totals_.replicated_bytes += size;
       }
@@ -194,7 +210,40 @@ class CoverageProof {
     return absl::OkStatus();
   }
 
-  // What is neither routed nor replicated is on the list of what is left behind. That list may also
+  absl::Status CoverDense(const Region& region) {
+    SlicesByTensor by_tensor;
+    for (const int32_t rank : plan_.RanksOf(region)) {
+      for (const PartPlan& part : plan_.PartsOf(region, rank)) {
+        for (const PartTensor& tensor : part.tensors) {
+          SP_RETURN_IF_ERROR(CoverDenseTensor(tensor, rank, by_tensor));
+        }
+      }
+    }
+    for (auto& [tensor, slices] : by_tensor) {
+      SP_RETURN_IF_ERROR(Claim(tensor, Way::kDense));
+      SP_RETURN_IF_ERROR(CheckTiling(tensor, slices));
+      for (const Slice& slice : slices) totals_.dense_bytes += slice.rows * slice.col_bytes;
+    }
+    return absl::OkStatus();
+  }
+
+  // The slices of a tensor on one rank fill it up to its tail.
+  absl::Status CoverDenseTensor(const PartTensor& tensor, int32_t rank,
+                                SlicesByTensor& by_tensor) const {
+    const DenseTensor& dense = plan_.dense_tensors()[static_cast<size_t>(tensor.source)];
+    int64_t filled = dense.tail_bytes;
+    for (const DenseSource& source : dense.sources) {
+      const Slice slice = plan_.DenseSliceOf(dense, source, rank);
+      filled += slice.rows * slice.col_bytes;
+      by_tensor[source.tensor].push_back(slice);
+    }
+    if (filled == tensor.size_bytes) return absl::OkStatus();
+    return Fail(
+        dense.sources.front().tensor,
+        absl::StrCat("rank ", rank, " has ", filled, " bytes of it, want ", tensor.size_bytes));
+  }
+
+  // What is not carried is on the list of what is left behind. That list may also
   // name tensors that the index hides, which are none of the checkpoint's.
   absl::Status CheckRest() const {
     std::vector<bool> omitted(ways_.size(), false);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "kernels/layout.h"
 #include "kernels/status_macros.h"
 #include "workers/canonical_json.h"
@@ -164,6 +165,23 @@ nlohmann::json FusedTensorInputs(const SlicePlan& slices) {
   return tensors;
 }
 
+// What the rules made of dense tensors, as one digest: they are many.
+std::string DenseTensorInputs(const SlicePlan& slices) {
+  std::string lines;
+  for (const DenseTensor& tensor : slices.dense_tensors()) {
+    const char* cut = tensor.cut == DenseCut::kWhole  ? "whole"
+                      : tensor.cut == DenseCut::kRows ? "rows"
+                                                      : "columns";
+    absl::StrAppend(&lines, tensor.name, " ", DtypeName(tensor.dtype), " [",
+                    absl::StrJoin(tensor.shape, ","), "] ", cut, " ", tensor.tail_bytes);
+    for (const DenseSource& source : tensor.sources) {
+      absl::StrAppend(&lines, " ", slices.checkpoint().tensors().at(source.tensor).name);
+    }
+    absl::StrAppend(&lines, "\n");
+  }
+  return Sha256Hex(lines);
+}
+
 // The inputs of the layout fingerprint: what decides the bytes of the data files, given the source.
 absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const ResolvedKernel& kernel) {
   const SlicePlan& slices = plan.slices;
@@ -175,7 +193,7 @@ absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const Resolve
                        {"size_bytes", Decimal(file.size_bytes)},
                        {"header_sha256", file.header_sha256}});
   }
-  const nlohmann::json inputs = {
+  nlohmann::json inputs = {
       {"format_version", kFormatVersion},
       {"family", moe.family},
       {"expert_format", moe.format->id},
@@ -213,6 +231,9 @@ absl::StatusOr<std::string> FingerprintInputs(const JobPlan& plan, const Resolve
       {"include_mtp", plan.spec.include_mtp()},
       {"part_size_bytes", Decimal(plan.spec.part_size_bytes())},
       {"source_files", sources}};
+  // Only where asked for, so that artefacts made before there was a choice keep their fingerprint.
+  if (plan.spec.self_contained()) inputs["self_contained"] = true;
+  if (plan.spec.slice_dense()) inputs["slice_dense"] = DenseTensorInputs(slices);
   return CanonicalJson(inputs);
 }
 
@@ -310,6 +331,7 @@ absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
   summary.set_routed_bytes_per_rank_without_mtp(slices.RoutedBytesPerRank(false));
   summary.set_padding_bytes_per_rank(slices.PaddingBytesPerRank());
   summary.set_replicated_bytes(slices.ReplicatedBytes());
+  summary.set_dense_bytes_per_rank(slices.DenseBytesPerRank());
   int64_t routed = 0, all = 0;
   for (const MoeLayer& layer : moe.layers) {
     for (const int32_t t : layer.Tensors()) routed += tensors.at(t).size_bytes;
@@ -343,10 +365,29 @@ absl::Status SummarizeBytes(const JobPlan& plan, v1::PlanSummary& summary) {
   return absl::OkStatus();
 }
 
+// Each rank set reads what any of its ranks has of a tensor; whole rows where columns are cut.
+int64_t DenseReadBytes(const SlicePlan& slices, int32_t ranks_per_set) {
+  const int32_t parallel = slices.inputs().tensor_parallel_size;
+  int64_t read = 0;
+  for (const Region& region : slices.regions()) {
+    if (region.kind != Region::Kind::kDense) continue;
+    for (const PartTensor& tensor : region.parts.front().tensors) {
+      const DenseTensor& dense = slices.dense_tensors()[static_cast<size_t>(tensor.source)];
+      int64_t bytes = 0;
+      for (const DenseSource& source : dense.sources) bytes += source.rows * source.row_bytes;
+      for (int32_t first = 0; first < slices.rank_count(); first += ranks_per_set) {
+        const int32_t ranks = std::min(ranks_per_set, slices.rank_count() - first);
+        read += dense.cut == DenseCut::kRows ? bytes / parallel * std::min(ranks, parallel) : bytes;
+      }
+    }
+  }
+  return read;
+}
+
 // What a memory budget means for reading: rows that ranks of a group share are read once for each
 // rank set that has ranks of the group, an expert with several slots once for each.
 int64_t ReadBytes(const SlicePlan& slices, int32_t ranks_per_set, int64_t routed_layers) {
-  int64_t read = slices.ReplicatedBytes();
+  int64_t read = slices.ReplicatedBytes() + DenseReadBytes(slices, ranks_per_set);
   const int32_t group_size = slices.moe_tensor_parallel_size();
   for (int32_t group = 0; group < slices.expert_slots().groups(); ++group) {
     const int32_t first = group * group_size, last = first + group_size - 1;
@@ -399,6 +440,17 @@ absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const Policy
   return SummarizeMemory(plan, options, summary);
 }
 
+absl::Status CheckDenseWishes(const v1::PrepJobSpec& spec) {
+  if (spec.carry() != v1::CARRY_EXPERTS_ONLY) return absl::OkStatus();
+  for (const auto& [name, wish] : {std::pair("self_contained", spec.self_contained()),
+                                   std::pair("slice_dense", spec.slice_dense())}) {
+    if (!wish) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " is about tensors besides the routed experts, but carry is CARRY_EXPERTS_ONLY"));
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
@@ -434,6 +486,7 @@ absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
     return absl::InvalidArgumentError(
         absl::StrCat("carry is ", static_cast<int>(normal.carry()), ", which is unknown"));
   }
+  SP_RETURN_IF_ERROR(CheckDenseWishes(normal));
   if (normal.part_size_bytes() == 0) normal.set_part_size_bytes(kDefaultPartBytes);
   if (normal.part_size_bytes() < kMinPartBytes || normal.part_size_bytes() > kMaxPartBytes) {
     return absl::InvalidArgumentError(absl::StrCat("part_size_bytes is ", normal.part_size_bytes(),
@@ -477,6 +530,8 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
                        .naming = target.naming(),
                        .include_mtp = normal.include_mtp(),
                        .experts_only = normal.carry() == v1::CARRY_EXPERTS_ONLY,
+                       .self_contained = normal.self_contained(),
+                       .slice_dense = normal.slice_dense(),
                        .part_size_bytes = normal.part_size_bytes()}));
   SP_RETURN_IF_ERROR(
       CheckWidth(kernel.decision, slices.intermediate(), slices.padded_intermediate()));

@@ -7,6 +7,8 @@
 //    of a few shared buffers, and the last that is done with it frees the buffer.
 //    Where the source prefers large reads, nobody reads blocks: a SpanReader fetches large ranges
 //    ahead of the threads, and a block is a view of some rows of a span.
+//    Tensors besides the routed experts that each rank has in its own files are shared like w2: a
+//    block of their source is read once, and each rank takes what it has of it.
 // 3. The block is shuffled straight into the rank's write buffer; source bytes go into the native
 //    CRC and output bytes into the digest while both are in cache; the writer sends the buffer off
 //    when it is full. Output is made in its final order, so a part is one sequential stream.
@@ -44,6 +46,7 @@ namespace shardprep {
 namespace {
 
 constexpr int64_t kReadAheadBytes = int64_t{8} << 20;
+constexpr std::array<uint8_t, 4> kMinusInfinity = {0x00, 0x00, 0x80, 0xFF};  // F32, little-endian
 
 // Adds the time until destruction to a stage.
 class StageTimer {
@@ -366,6 +369,7 @@ struct RegionRun {
   RegionProgress& progress;
   const Region& region;
   SourceFiles files;
+  const std::vector<int32_t>& batch;  // ranks that walk together
   SharedBlocks shared;
   std::atomic<bool> failed{false};
   absl::Mutex mu;
@@ -447,11 +451,14 @@ class RegionThread {
       : run_(run), number_(number), streams_(std::move(streams)), block_(block) {}
 
   absl::Status Run(const PartPlan& part) {
-    for (const auto& stream : streams_) SP_RETURN_IF_ERROR(stream->BeginPart(part));
+    const auto& first = run_.slices().PartsOf(run_.region, streams_.front()->rank()).front();
+    for (const auto& stream : streams_) {
+      // Ranks of another shape number their parts otherwise.
+      const auto& own = run_.slices().PartsOf(run_.region, stream->rank());
+      SP_RETURN_IF_ERROR(stream->BeginPart(own.at(static_cast<size_t>(part.part - first.part))));
+    }
     for (int32_t t = 0; t < static_cast<int32_t>(part.tensors.size()); ++t) {
-      SP_RETURN_IF_ERROR(run_.region.kind == Region::Kind::kRouted
-                             ? FuseTensor(t, part.tensors[t])
-                             : CopyTensor(t, part.tensors[t]));
+      SP_RETURN_IF_ERROR(PrepareTensor(t, part.tensors[t]));
     }
     if (run_.spans) run_.spans->Finish(number_);
     SP_RETURN_IF_ERROR(run_.files.CheckUnchanged());
@@ -460,6 +467,18 @@ class RegionThread {
   }
 
  private:
+  absl::Status PrepareTensor(int32_t number, const PartTensor& tensor) {
+    switch (run_.region.kind) {
+      case Region::Kind::kRouted:
+        return FuseTensor(number, tensor);
+      case Region::Kind::kReplicated:
+        return CopyTensor(number, tensor);
+      case Region::Kind::kDense:
+        return SliceTensor(number, tensor);
+    }
+    SP_CHECK(false);
+  }
+
   // Where ending a part takes requests, those of all ranks are under way at once.
   absl::Status EndPart(bool last) {
     const int at_once = run_.task.destination->PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
@@ -677,18 +696,118 @@ class RegionThread {
     return Emit(own, views, begin, end, stream);
   }
 
-  // A tensor that is stored unchanged.
+  const DenseTensor& Dense(const PartTensor& tensor) const {
+    return run_.slices().dense_tensors()[static_cast<size_t>(tensor.source)];
+  }
+
+  // A tensor that each rank has something of in its own files.
+  absl::Status SliceTensor(int32_t number, const PartTensor& tensor) {
+    const DenseTensor& dense = Dense(tensor);
+    for (size_t s = 0; s < dense.sources.size(); ++s) {
+      SP_RETURN_IF_ERROR(run_.spans ? SliceFromSpans(number, dense, s)
+                                    : SliceFromBlocks(dense, dense.sources[s]));
+      for (const auto& stream : streams_) stream->EndExpert();
+    }
+    for (const auto& stream : streams_) {
+      SP_RETURN_IF_ERROR(AppendTail(dense, *stream));
+      stream->EndTensor();
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status SliceFromBlocks(const DenseTensor& dense, const DenseSource& source) {
+    const int64_t block_rows = DenseBlockRows(source);
+    for (int64_t begin = 0; begin < source.rows; begin += block_rows) {
+      SP_RETURN_IF_ERROR(run_.CheckStop());
+      const int64_t end = std::min(begin + block_rows, source.rows);
+      // All threads decide alike: the ranks are those of the batch.
+      if (!AnyRankNeeds(dense, source, begin, end)) continue;
+      const int64_t number = next_shared_++;
+      const auto read = [&](absl::Span<uint8_t> buffer) {
+        return run_.ReadRows(source.tensor, begin, end - begin, source.row_bytes, buffer);
+      };
+      SP_ASSIGN_OR_RETURN(const uint8_t* block, run_.shared.Acquire(number, read));
+      absl::Status status;
+      for (const auto& stream : streams_) {
+        status.Update(TakeRows(dense, source, begin, end, block, *stream));
+      }
+      run_.shared.Release(number);
+      SP_RETURN_IF_ERROR(status);
+    }
+    return absl::OkStatus();
+  }
+
+  bool AnyRankNeeds(const DenseTensor& dense, const DenseSource& source, int64_t begin,
+                    int64_t end) const {
+    return std::any_of(run_.batch.begin(), run_.batch.end(), [&](int32_t rank) {
+      const Slice slice = run_.slices().DenseSliceOf(dense, source, rank);
+      return std::max(begin, slice.row_begin) < std::min(end, slice.row_begin + slice.rows);
+    });
+  }
+
+  // What a rank has of rows [begin, end) of a source, which are at `block`.
+  absl::Status TakeRows(const DenseTensor& dense, const DenseSource& source, int64_t begin,
+                        int64_t end, const uint8_t* block, RankStream& stream) {
+    const Slice slice = run_.slices().DenseSliceOf(dense, source, stream.rank());
+    const int64_t first = std::max(begin, slice.row_begin);
+    const int64_t rows = std::min(end, slice.row_begin + slice.rows) - first;
+    if (rows <= 0) return absl::OkStatus();
+    const uint8_t* data = block + (first - begin) * source.row_bytes + slice.col_begin;
+    const int64_t size = rows * slice.col_bytes;
+    stream.CountNative(0, data, source.row_bytes, rows, slice.col_bytes);
+    SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(size));
+    if (slice.whole_rows()) {
+      std::copy_n(data, size, out.data());
+    } else {
+      for (int64_t r = 0; r < rows; ++r) {
+        std::copy_n(data + r * source.row_bytes, slice.col_bytes, out.data() + r * slice.col_bytes);
+      }
+    }
+    return stream.Advance(out.subspan(0, size));
+  }
+
+  absl::Status SliceFromSpans(int32_t number, const DenseTensor& dense, size_t s) {
+    const DenseSource& source = dense.sources[s];
+    const TensorInfo info = run_.slices().checkpoint().tensors().at(source.tensor);
+    const int64_t block_rows = DenseBlockRows(source);
+    while (const SpanItem* item = NextItem(number, static_cast<int64_t>(s))) {
+      SP_ASSIGN_OR_RETURN(const SpanBytes span, run_.spans->MoveTo(number_, item->span));
+      for (int64_t begin = item->begin; begin < item->end; begin += block_rows) {
+        SP_RETURN_IF_ERROR(run_.CheckStop());
+        const int64_t end = std::min(begin + block_rows, item->end);
+        const uint8_t* block = span.At(info.file, info.offset + begin * source.row_bytes,
+                                       (end - begin) * source.row_bytes);
+        for (const auto& stream : streams_) {
+          SP_RETURN_IF_ERROR(TakeRows(dense, source, begin, end, block, *stream));
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status AppendTail(const DenseTensor& dense, RankStream& stream) {
+    if (dense.tail_bytes == 0) return absl::OkStatus();
+    SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(dense.tail_bytes));
+    for (int64_t at = 0; at < dense.tail_bytes; ++at) out[at] = kMinusInfinity[at % 4];
+    return stream.Advance(out.subspan(0, dense.tail_bytes));
+  }
+
+  // A tensor that is stored once: all of its sources, one after the other.
   absl::Status CopyTensor(int32_t number, const PartTensor& tensor) {
-    SP_RETURN_IF_ERROR(run_.spans ? CopyFromSpans(number, tensor) : CopyFromSource(tensor));
-    streams_.front()->EndExpert();
+    const DenseTensor& dense = Dense(tensor);
+    for (size_t s = 0; s < dense.sources.size(); ++s) {
+      SP_RETURN_IF_ERROR(run_.spans ? CopyFromSpans(number, dense, s)
+                                    : CopyFromSource(dense.sources[s]));
+      streams_.front()->EndExpert();
+    }
     streams_.front()->EndTensor();
     return absl::OkStatus();
   }
 
-  absl::Status CopyFromSpans(int32_t number, const PartTensor& tensor) {
+  absl::Status CopyFromSpans(int32_t number, const DenseTensor& dense, size_t s) {
     RankStream& stream = *streams_.front();
-    const TensorInfo info = run_.slices().checkpoint().tensors().at(tensor.source);
-    while (const SpanItem* item = NextItem(number, /*expert=*/0)) {
+    const TensorInfo info = run_.slices().checkpoint().tensors().at(dense.sources[s].tensor);
+    while (const SpanItem* item = NextItem(number, static_cast<int64_t>(s))) {
       SP_ASSIGN_OR_RETURN(const SpanBytes span, run_.spans->MoveTo(number_, item->span));
       for (int64_t at = item->begin; at < item->end;) {
         SP_RETURN_IF_ERROR(run_.CheckStop());
@@ -704,14 +823,14 @@ class RegionThread {
   }
 
   // Read straight into the write buffer.
-  absl::Status CopyFromSource(const PartTensor& tensor) {
+  absl::Status CopyFromSource(const DenseSource& source) {
     RankStream& stream = *streams_.front();
-    for (int64_t at = 0; at < tensor.size_bytes;) {
+    for (int64_t at = 0; at < source.rows;) {
       SP_RETURN_IF_ERROR(run_.CheckStop());
-      const int64_t piece = std::min(kBlockBytes, tensor.size_bytes - at);
+      const int64_t piece = std::min(kBlockBytes, source.rows - at);
       SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(piece));
       const absl::Span<uint8_t> bytes = out.subspan(0, piece);
-      SP_RETURN_IF_ERROR(run_.ReadRows(tensor.source, at, piece, 1, bytes));
+      SP_RETURN_IF_ERROR(run_.ReadRows(source.tensor, at, piece, 1, bytes));
       stream.CountNative(0, bytes.data(), piece, 1, piece);
       SP_RETURN_IF_ERROR(stream.Advance(bytes));
       at += piece;
@@ -761,6 +880,7 @@ absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
                 .progress = progress,
                 .region = slices.regions()[task.region],
                 .files = SourceFiles(slices.checkpoint(), *task.source),
+                .batch = ranks,
                 .shared = SharedBlocks(carver.Take(need.shared_block * slots), need.shared_block,
                                        slots, fit.threads)};
   if (need.preferred_read > 0) run.ReadAhead(part, ranks, carver.Take(fit.read_ahead), fit.threads);
@@ -787,10 +907,11 @@ absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
 
 // The ranks of a set in batches that walk one sequence of parts, tensors, slots and blocks: those
 // of one expert-parallel group, which share source rows and whose parts have equal sizes; where a
-// rank is a group, those of one shape, which share nothing.
+// rank is a group, those of one shape, which share nothing. Of other regions all ranks walk one
+// sequence.
 std::vector<std::vector<int32_t>> BatchesOf(const SlicePlan& slices, const Region& region,
                                             const std::vector<int32_t>& ranks) {
-  if (region.kind == Region::Kind::kReplicated) return {ranks};
+  if (region.kind != Region::Kind::kRouted) return {ranks};
   const bool by_group = slices.moe_tensor_parallel_size() > 1;
   std::map<int32_t, std::vector<int32_t>> batches;
   for (const int32_t rank : ranks) {
@@ -811,7 +932,8 @@ absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& ba
   for (int64_t p = 0; p <= last; ++p) {
     std::vector<absl::StatusOr<bool>> recorded(batch.size());
     ForEachAtOnce(static_cast<int64_t>(batch.size()), at_once, [&](int64_t r) {
-      recorded[r] = IsRecorded(*task.plan, {task.region, batch[r], &parts[p]}, *task.destination);
+      const PartPlan& part = task.plan->slices.PartsOf(region, batch[r]).at(static_cast<size_t>(p));
+      recorded[r] = IsRecorded(*task.plan, {task.region, batch[r], &part}, *task.destination);
     });
     std::vector<int32_t> ranks;
     for (size_t r = 0; r < batch.size(); ++r) {
@@ -822,7 +944,10 @@ absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& ba
         task.rank_done(batch[r]);
       }
     }
-    if (!ranks.empty()) SP_RETURN_IF_ERROR(PreparePart(task, parts[p], ranks, progress));
+    if (ranks.empty()) continue;
+    const PartPlan& part =
+        task.plan->slices.PartsOf(region, ranks.front()).at(static_cast<size_t>(p));
+    SP_RETURN_IF_ERROR(PreparePart(task, part, ranks, progress));
   }
   return absl::OkStatus();
 }

@@ -160,7 +160,7 @@ absl::StatusOr<SlicePlan> SlicePlan::Make(std::shared_ptr<const Checkpoint> chec
   SP_RETURN_IF_ERROR(plan.PlanExtents());
   SP_RETURN_IF_ERROR(plan.PlanShapes());
   plan.PlanRoutedRegions();
-  plan.PlanReplicatedRegions();
+  SP_RETURN_IF_ERROR(plan.PlanDenseTensors());
   return plan;
 }
 
@@ -311,7 +311,7 @@ std::vector<PartPlan> SlicePlan::PlanRoutedParts(const MoeLayer& layer,
 }
 
 void SlicePlan::PlanRoutedRegions() {
-  std::vector<int32_t> next_part(shapes_.size(), 0);
+  next_part_.assign(shapes_.size(), 0);
   for (int32_t m = 0; m < static_cast<int32_t>(moe_->layers.size()); ++m) {
     const MoeLayer& layer = moe_->layers[m];
     if (layer.is_mtp && !inputs_.include_mtp) continue;
@@ -321,7 +321,7 @@ void SlicePlan::PlanRoutedRegions() {
     region.moe_layer = m;
     region.name = layer.module;
     for (size_t shape = 0; shape < shapes_.size(); ++shape) {
-      std::vector<PartPlan> parts = PlanRoutedParts(layer, shapes_[shape], next_part[shape]);
+      std::vector<PartPlan> parts = PlanRoutedParts(layer, shapes_[shape], next_part_[shape]);
       if (shape == 0) {
         region.parts = std::move(parts);
       } else {
@@ -336,11 +336,10 @@ void SlicePlan::PlanRoutedRegions() {
   }
 }
 
-// Runs of other tensors, in the order in which they lie in the source files, so that reads are
-// sequential; within one part large tensors come first.
-void SlicePlan::PlanReplicatedRegions() {
+// Fills omitted_; what is carried besides the routed experts.
+std::vector<int32_t> SlicePlan::SortOutOthers() {
   const TensorTable& tensors = checkpoint_->tensors();
-  std::vector<std::pair<std::pair<int64_t, int64_t>, int32_t>> carried;  // (file, offset), index
+  std::vector<int32_t> carried;
   for (const OtherTensor& other : moe_->others) {
     const TensorInfo info = tensors.at(other.tensor);
     const char* reason = nullptr;
@@ -352,7 +351,7 @@ void SlicePlan::PlanReplicatedRegions() {
     if (reason != nullptr) {
       omitted_.push_back({std::string(info.name), info.size_bytes, reason});
     } else {
-      carried.push_back({{info.file, info.offset}, other.tensor});
+      carried.push_back(other.tensor);
     }
   }
   for (const MoeLayer& layer : moe_->layers) {
@@ -369,42 +368,87 @@ void SlicePlan::PlanReplicatedRegions() {
   }
   std::sort(omitted_.begin(), omitted_.end(),
             [](const OmittedTensor& a, const OmittedTensor& b) { return a.name < b.name; });
-  std::sort(carried.begin(), carried.end());
+  return carried;
+}
 
-  int32_t part = 0;
+absl::Status SlicePlan::PlanDenseTensors() {
+  const std::vector<int32_t> carried = SortOutOthers();
+  if (inputs_.slice_dense) {
+    if (!HasDenseNames(*naming_)) {
+      return absl::UnimplementedError(
+          absl::StrCat("slice_dense: naming ", inputs_.naming, " has no names for dense tensors"));
+    }
+    SP_ASSIGN_OR_RETURN(dense_tensors_,
+                        SliceDense(*checkpoint_, *moe_, carried, inputs_.tensor_parallel_size));
+  } else {
+    dense_tensors_ = CarryDense(*checkpoint_, carried);
+  }
+  std::vector<int32_t> replicated, own;
+  for (int32_t t = 0; t < static_cast<int32_t>(dense_tensors_.size()); ++t) {
+    const bool whole = dense_tensors_[static_cast<size_t>(t)].cut == DenseCut::kWhole;
+    (whole && !inputs_.self_contained ? replicated : own).push_back(t);
+  }
+  PlanDenseRegions(Region::Kind::kDense, std::move(own));
+  PlanDenseRegions(Region::Kind::kReplicated, std::move(replicated));
+  return absl::OkStatus();
+}
+
+// Runs of tensors, in the order in which they lie in the source files, so that reads are
+// sequential; within one part large tensors come first.
+void SlicePlan::PlanDenseRegions(Region::Kind kind, std::vector<int32_t> carried) {
+  const auto tensor = [&](int32_t t) -> const DenseTensor& {
+    return dense_tensors_[static_cast<size_t>(t)];
+  };
+  const auto place = [&](int32_t t) {
+    const TensorInfo info = checkpoint_->tensors().at(tensor(t).sources.front().tensor);
+    return std::make_tuple(info.file, info.offset, tensor(t).sources.front().tensor);
+  };
+  std::sort(carried.begin(), carried.end(),
+            [&](int32_t x, int32_t y) { return place(x) < place(y); });
+  int32_t number = 0;
   for (size_t begin = 0; begin < carried.size();) {
     int64_t bytes = 0;
     size_t end = begin;
     for (; end < carried.size(); ++end) {
-      const int64_t size = tensors.at(carried[end].second).size_bytes;
+      const int64_t size = tensor(carried[end]).size_bytes;
       if (end > begin && bytes + size > inputs_.part_size_bytes) break;
       bytes += size;
     }
-    std::vector<int32_t> run;
-    for (size_t t = begin; t < end; ++t) run.push_back(carried[t].second);
+    std::vector<int32_t> run(carried.begin() + static_cast<std::ptrdiff_t>(begin),
+                             carried.begin() + static_cast<std::ptrdiff_t>(end));
     std::sort(run.begin(), run.end(), [&](int32_t x, int32_t y) {
-      const TensorInfo tx = tensors.at(x), ty = tensors.at(y);
-      return std::make_tuple(-tx.size_bytes, tx.file, tx.offset, x) <
-             std::make_tuple(-ty.size_bytes, ty.file, ty.offset, y);
+      return std::make_pair(-tensor(x).size_bytes, place(x)) <
+             std::make_pair(-tensor(y).size_bytes, place(y));
     });
     Region region;
-    region.kind = Region::Kind::kReplicated;
+    region.kind = kind;
     region.layer = -1;
-    region.name = absl::StrCat("replicated tensors, part ", part);
-    PartPlan plan{.part = part++, .tensors = {}, .data_bytes = 0};
+    region.name = absl::StrCat(
+        kind == Region::Kind::kDense ? "tensors of each rank, part " : "replicated tensors, part ",
+        number);
+    PartPlan plan{.part = number++, .tensors = {}, .data_bytes = 0};
     for (const int32_t t : run) {
-      const TensorInfo info = tensors.at(t);
-      plan.tensors.push_back({.name = std::string(info.name),
+      plan.tensors.push_back({.name = tensor(t).name,
                               .source = t,
-                              .dtype = info.dtype,
-                              .shape = {info.shape.begin(), info.shape.end()},
+                              .dtype = tensor(t).dtype,
+                              .shape = tensor(t).shape,
                               .data_offset = plan.data_bytes,
-                              .size_bytes = info.size_bytes});
-      plan.data_bytes += info.size_bytes;
+                              .size_bytes = tensor(t).size_bytes});
+      plan.data_bytes += tensor(t).size_bytes;
+      for (const DenseSource& source : tensor(t).sources) {
+        region.source_bytes += source.rows * source.row_bytes;
+      }
     }
     region.bytes_per_rank = plan.data_bytes;
-    region.source_bytes = plan.data_bytes;
-    region.parts.push_back(std::move(plan));
+    if (kind == Region::Kind::kDense) {
+      // The same behind the parts that ranks of each shape have already.
+      for (size_t shape = 0; shape < shapes_.size(); ++shape) {
+        plan.part = next_part_[shape]++;
+        (shape == 0 ? region.parts : region.other_parts.emplace_back()).push_back(plan);
+      }
+    } else {
+      region.parts.push_back(std::move(plan));
+    }
     regions_.push_back(std::move(region));
     begin = end;
   }
@@ -461,6 +505,31 @@ std::vector<Slice> SlicePlan::SlicesOf(const Region& region, const FusedTensor& 
           half(kinds.second, 1, RowsFor(format, tensor.role, padded_intermediate_.elements()))};
 }
 
+Slice SlicePlan::DenseSliceOf(const DenseTensor& tensor, const DenseSource& source,
+                              int32_t rank) const {
+  Slice slice{.tensor = source.tensor,
+              .row_begin = 0,
+              .rows = source.rows,
+              .source_row_bytes = source.row_bytes,
+              .col_begin = 0,
+              .col_bytes = source.row_bytes,
+              .first_row = 0,
+              .row_step = 1};
+  if (tensor.cut == DenseCut::kWhole) return slice;
+  SP_CHECK(rank >= 0 && rank < rank_count());
+  // Data-parallel replicas have the same dense tensors.
+  const int64_t ranks = inputs_.tensor_parallel_size;
+  const int64_t place = rank % ranks;
+  if (tensor.cut == DenseCut::kRows) {
+    slice.rows = source.rows / ranks;
+    slice.row_begin = place * slice.rows;
+  } else {
+    slice.col_bytes = source.row_bytes / ranks;
+    slice.col_begin = place * slice.col_bytes;
+  }
+  return slice;
+}
+
 int64_t SlicePlan::RoutedBytesPerRank(bool with_mtp) const {
   int64_t bytes = 0;
   for (const Region& region : regions_) {
@@ -482,6 +551,14 @@ int64_t SlicePlan::ReplicatedBytes() const {
   int64_t bytes = 0;
   for (const Region& region : regions_) {
     if (region.kind == Region::Kind::kReplicated) bytes += region.bytes_per_rank;
+  }
+  return bytes;
+}
+
+int64_t SlicePlan::DenseBytesPerRank() const {
+  int64_t bytes = 0;
+  for (const Region& region : regions_) {
+    if (region.kind == Region::Kind::kDense) bytes += region.bytes_per_rank;
   }
   return bytes;
 }

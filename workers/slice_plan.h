@@ -21,6 +21,7 @@
 #include "kernels/profile.h"
 #include "kernels/shuffle.h"
 #include "workers/checkpoint.h"
+#include "workers/dense_tensors.h"
 #include "workers/dtype.h"
 #include "workers/expert_slots.h"
 #include "workers/family.h"
@@ -72,7 +73,7 @@ struct FusedTensor {
 };
 
 // One tensor of a part. `source` is a FusedTensor's index in a routed region, and an index into
-// Checkpoint::tensors() in a replicated one.
+// SlicePlan::dense_tensors() in others.
 struct PartTensor {
   std::string name;
   int32_t source = 0;
@@ -89,9 +90,10 @@ struct PartPlan {
   int64_t data_bytes = 0;
 };
 
-// The unit of work: the routed experts of one layer, or a run of other tensors.
+// The unit of work: the routed experts of one layer, a run of other tensors that is stored once for
+// all ranks, or a run that each rank has in its own files (kDense).
 struct Region {
-  enum class Kind { kRouted, kReplicated };
+  enum class Kind { kRouted, kReplicated, kDense };
   Kind kind = Kind::kRouted;
   int32_t layer = 0;            // prepared layer number of a routed region
   int32_t moe_layer = 0;        // index into MoeCheckpoint::layers of a routed region
@@ -124,6 +126,8 @@ struct SlicePlanInputs {
   std::string naming = "vllm";
   bool include_mtp = false;
   bool experts_only = false;
+  bool self_contained = false;  // as in PrepJobSpec
+  bool slice_dense = false;     // likewise
   int64_t part_size_bytes = int64_t{2} << 30;
 };
 
@@ -134,7 +138,8 @@ class SlicePlan {
  public:
   // Errors: INVALID_ARGUMENT when the intermediate size does not divide into whole block scales
   // (the message names the sizes that do), a shape does not fit its layout, the expert map is wrong
-  // (expert_slots.h) or the naming scheme is unknown.
+  // (expert_slots.h) or the naming scheme is unknown; those of SliceDense() when dense tensors are
+  // sliced, and UNIMPLEMENTED for a naming scheme that has no names for them.
   static absl::StatusOr<SlicePlan> Make(std::shared_ptr<const Checkpoint> checkpoint,
                                         std::shared_ptr<const MoeCheckpoint> moe,
                                         const SlicePlanInputs& inputs);
@@ -164,10 +169,13 @@ class SlicePlan {
   const std::vector<FusedTensor>& FusedTensorsOf(int32_t rank) const {
     return shapes_[ShapeOf(rank)];
   }
+  // Every carried tensor besides the routed experts.
+  const std::vector<DenseTensor>& dense_tensors() const { return dense_tensors_; }
   const std::vector<Region>& regions() const { return regions_; }
   const std::vector<OmittedTensor>& omitted() const { return omitted_; }
 
-  // Ranks that have tasks in the region: all of them, or only kReplicatedRank.
+  // Ranks that have tasks in the region: all of them, or, of a replicated one, only
+  // kReplicatedRank.
   std::vector<int32_t> RanksOf(const Region& region) const;
 
   // The parts of one rank, which may be kReplicatedRank.
@@ -178,10 +186,15 @@ class SlicePlan {
   std::vector<Slice> SlicesOf(const Region& region, const FusedTensor& tensor, int32_t rank,
                               int64_t slot) const;
 
+  // What a rank, which may be kReplicatedRank, has of one source of a dense tensor. `first_row` is
+  // 0: sources lie one after the other.
+  Slice DenseSliceOf(const DenseTensor& tensor, const DenseSource& source, int32_t rank) const;
+
   // Sums over the plan, in bytes; per rank those of rank 0.
   int64_t RoutedBytesPerRank(bool with_mtp) const;
   int64_t PaddingBytesPerRank() const;
   int64_t ReplicatedBytes() const;
+  int64_t DenseBytesPerRank() const;
   int64_t NeededSourceBytes() const;
 
  private:
@@ -193,7 +206,9 @@ class SlicePlan {
   std::vector<PartPlan> PlanRoutedParts(const MoeLayer& layer,
                                         const std::vector<FusedTensor>& tensors,
                                         int32_t& next_part) const;
-  void PlanReplicatedRegions();
+  std::vector<int32_t> SortOutOthers();
+  absl::Status PlanDenseTensors();
+  void PlanDenseRegions(Region::Kind kind, std::vector<int32_t> tensors);
 
   std::shared_ptr<const Checkpoint> checkpoint_;
   std::shared_ptr<const MoeCheckpoint> moe_;
@@ -206,6 +221,8 @@ class SlicePlan {
   const NamingScheme* naming_ = nullptr;
   std::vector<std::vector<FusedTensor>> shapes_;
   std::vector<int> shape_of_rank_;
+  std::vector<int32_t> next_part_;  // by shape, while regions are planned
+  std::vector<DenseTensor> dense_tensors_;
   std::vector<Region> regions_;
   std::vector<OmittedTensor> omitted_;
 };

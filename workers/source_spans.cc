@@ -53,7 +53,7 @@ class SpanPlanner {
       if (region_.kind == Region::Kind::kRouted) {
         PlanFused(t);
       } else {
-        PlanCopied(t);
+        PlanDense(t);
       }
     }
     CloseSpan();
@@ -122,22 +122,55 @@ class SpanPlanner {
     return Joined(std::move(ranges));
   }
 
-  void PlanCopied(int32_t tensor) {
-    const PartTensor& copied = part_.tensors[tensor];
-    const TensorInfo info = plan_.checkpoint().tensors().at(copied.source);
-    const int64_t pieces =
-        std::max<int64_t>(1, (copied.size_bytes + span_bytes_ - 1) / span_bytes_);
-    const int64_t piece = (copied.size_bytes + pieces - 1) / pieces;
-    for (int64_t begin = 0; begin < copied.size_bytes; begin += piece) {
-      const int64_t end = std::min(begin + piece, copied.size_bytes);
-      Add({.tensor = tensor,
-           .expert = 0,
-           .begin = begin,
-           .end = end,
-           .rank_begin = 0,
-           .rank_end = 1},
-          {{info.file, info.offset + begin, end - begin, 0}});
+  void PlanDense(int32_t tensor) {
+    const DenseTensor& dense =
+        plan_.dense_tensors()[static_cast<size_t>(part_.tensors[tensor].source)];
+    for (int64_t s = 0; s < static_cast<int64_t>(dense.sources.size()); ++s) {
+      PlanSource(tensor, dense, s);
     }
+  }
+
+  // The rows that some rank of the set needs, cut evenly.
+  void PlanSource(int32_t tensor, const DenseTensor& dense, int64_t number) {
+    const DenseSource& source = dense.sources[static_cast<size_t>(number)];
+    const TensorInfo info = plan_.checkpoint().tensors().at(source.tensor);
+    const int64_t most = std::max<int64_t>(1, span_bytes_ / source.row_bytes);
+    for (const RowRange& needed : NeededRows(dense, source)) {
+      const int64_t rows = needed.end - needed.begin;
+      const int64_t pieces = std::max<int64_t>(1, (rows + most - 1) / most);
+      const int64_t piece = (rows + pieces - 1) / pieces;
+      for (int64_t begin = needed.begin; begin < needed.end; begin += piece) {
+        const int64_t end = std::min(begin + piece, needed.end);
+        Add({.tensor = tensor,
+             .expert = number,
+             .begin = begin,
+             .end = end,
+             .rank_begin = 0,
+             .rank_end = static_cast<int32_t>(ranks_.size())},
+            {{info.file, info.offset + begin * source.row_bytes, (end - begin) * source.row_bytes,
+              0}});
+      }
+    }
+  }
+
+  // In order, apart from each other.
+  std::vector<RowRange> NeededRows(const DenseTensor& dense, const DenseSource& source) const {
+    std::vector<RowRange> ranges;
+    for (const int32_t rank : ranks_) {
+      const Slice slice = plan_.DenseSliceOf(dense, source, rank);
+      if (slice.rows > 0) ranges.push_back({slice.row_begin, slice.row_begin + slice.rows});
+    }
+    std::sort(ranges.begin(), ranges.end(),
+              [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
+    std::vector<RowRange> joined;
+    for (const RowRange& range : ranges) {
+      if (joined.empty() || range.begin > joined.back().end) {
+        joined.push_back(range);
+      } else {
+        joined.back().end = std::max(joined.back().end, range.end);
+      }
+    }
+    return joined;
   }
 
   void Add(SpanItem item, std::vector<SourceRange> ranges) {

@@ -4,7 +4,8 @@
 // A span is what is read ahead, held and given up together: the source bytes of one or several
 // items. An item is a run of output rows of one expert for some ranks of the set, or a run of bytes
 // of a tensor that is stored unchanged. Ranks whose rows lie side by side in the source share a
-// range: one expert's tensor is one read however many ranks cut it up.
+// range: one expert's tensor is one read however many ranks cut it up. Other tensors are items for
+// all ranks of the set.
 #pragma once
 
 #include <cstdint>
@@ -27,9 +28,9 @@ struct SourceRange {
 
 struct SpanItem {
   int32_t tensor = 0;  // index into PartPlan::tensors
-  int64_t expert = 0;
-  // Output rows of the expert's matrix, multiples of 32 but for the last; of a replicated tensor
-  // its bytes.
+  int64_t expert = 0;  // of another tensor the source, see DenseTensor
+  // Output rows of the expert's matrix, multiples of 32 but for the last; of another tensor rows of
+  // the source.
   int64_t begin = 0;
   int64_t end = 0;
   // Which ranks, as positions in the rank set.
@@ -53,7 +54,7 @@ struct SpanPlan {
   std::vector<SourceSpan> spans;
 };
 
-// The spans of one part for the given ranks of a routed region, or for {kReplicatedRank}. No span
+// The spans of one part for the given ranks of a region, or for {kReplicatedRank}. No span
 // is larger than `span_bytes`, which must hold 32 rows of the widest tensor; small items share a
 // span up to half of it. No source byte is in two spans, unless gate and up rows alternate in the
 // source but not in the output, and one rank's do not fit a span.

@@ -19,18 +19,19 @@ struct NamingScheme {
   const char* name;
   const char* pattern;  // {prefix}, {layer}, {module}, {leaf}
   std::vector<ScaleName> scales;
+  bool dense_names;  // those of vLLM
 };
 
 namespace {
 
 const std::vector<NamingScheme>& Schemes() {
   static const auto* const schemes = new std::vector<NamingScheme>{
-      {"vllm", "{prefix}layers.{layer}.{module}.{leaf}", {}},
+      {"vllm", "{prefix}layers.{layer}.{module}.{leaf}", {}, true},
       // vLLM model_executor/layers/fused_moe/routed_experts.py
-      {"vllm-routed-experts", "{prefix}layers.{layer}.{module}.routed_experts.{leaf}", {}},
+      {"vllm-routed-experts", "{prefix}layers.{layer}.{module}.routed_experts.{leaf}", {}, true},
       // SGLang loads the FP4 experts of DeepSeek-V4 by its block-quantised FP8 method
       // (srt/layers/quantization/fp8.py), which names every scale so.
-      {"sglang", "{prefix}layers.{layer}.{module}.{leaf}", {{"mxfp4", "weight_scale_inv"}}},
+      {"sglang", "{prefix}layers.{layer}.{module}.{leaf}", {{"mxfp4", "weight_scale_inv"}}, false},
   };
   return *schemes;
 }
@@ -67,6 +68,8 @@ std::string LeafName(const NamingScheme& naming, const ExpertFormat& format, Rol
   SP_CHECK(suffix != nullptr);
   return absl::StrCat(w13 ? "w13_" : "w2_", suffix);
 }
+
+bool HasDenseNames(const NamingScheme& naming) { return naming.dense_names; }
 
 std::string FusedTensorName(const NamingScheme& naming, const MoeCheckpoint& moe, int32_t layer,
                             absl::string_view leaf) {

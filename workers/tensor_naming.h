@@ -40,6 +40,9 @@ std::vector<std::string> NamingSchemeNames();
 // scales.
 std::string LeafName(const NamingScheme& naming, const ExpertFormat& format, Role role);
 
+// Whether the scheme's engine has the names that SliceDense() gives.
+bool HasDenseNames(const NamingScheme& naming);
+
 // The name of the fused tensor `leaf` of a prepared layer.
 std::string FusedTensorName(const NamingScheme& naming, const MoeCheckpoint& moe, int32_t layer,
                             absl::string_view leaf);

@@ -45,6 +45,8 @@ namespace {
 constexpr int64_t kReadBytes = int64_t{1} << 20;
 constexpr int64_t kSourceWindowBytes = int64_t{256} << 10;
 constexpr int64_t kProgressBytes = int64_t{16} << 20;
+constexpr int64_t kWordBytes = 4;
+constexpr std::array<uint8_t, kWordBytes> kMinusInfinity = {0x00, 0x00, 0x80, 0xFF};  // F32
 
 absl::Status Prefixed(const std::string& prefix, const absl::Status& status) {
   return absl::Status(status.code(), absl::StrCat(prefix, ": ", std::string(status.message())));
@@ -122,6 +124,9 @@ absl::StatusOr<TensorGeometry> ParseGeometry(const v1::TensorRecord& record) {
   geometry.batch_rows = std::min(units * unit, geometry.job.rows);
   return geometry;
 }
+
+// Any tensor but a fused one of routed experts.
+bool IsDense(const v1::TensorRecord& record) { return record.expert_count() == 0; }
 
 // DATA_LOSS for a record that describes no tensor: whoever wrote it did not write ours.
 absl::StatusOr<TensorGeometry> ReadGeometry(const v1::TensorRecord& record) {
@@ -234,10 +239,11 @@ class Documents {
   }
 
   // All ranks hold the same tensors: each routed layer's fused tensors, as the manifest describes
-  // them for the rank. No name occurs twice.
+  // them for the rank, and dense ones where the manifest says so. No name occurs twice.
   absl::Status CheckTensors() const {
     std::map<std::string, std::string> first;  // of rank 0: name -> sizes, if all ranks are alike
     SP_ASSIGN_OR_RETURN(const auto fused_of_rank, FusedOfRanks());
+    int64_t fused_count = 0;  // of rank 0
     for (const v1::RankManifest& rank : ranks_) {
       std::map<std::string, std::string> found;
       for (const v1::FileRecord& file : rank.files()) {
@@ -247,7 +253,9 @@ class Documents {
             return absl::DataLossError(
                 absl::StrCat(file.key(), ": tensor ", tensor.name(), " occurs twice"));
           }
-          if (rank.rank() == kReplicatedRank) continue;
+          SP_RETURN_IF_ERROR(CheckDense(file, tensor, rank.rank()));
+          if (IsDense(tensor)) continue;
+          fused_count += rank.rank() == 0 ? 1 : 0;
           const absl::Status status =
               CheckFused(*fused_of_rank[static_cast<size_t>(rank.rank())], tensor);
           if (!status.ok()) {
@@ -269,10 +277,31 @@ class Documents {
       }
     }
     const int64_t want = int64_t{manifest_.routed_layer_count()} * manifest_.fused_tensors_size();
-    if (static_cast<int64_t>(first.size()) != want) {
-      return absl::DataLossError(absl::StrCat("rank 0 has ", first.size(), " tensors, want ", want,
+    if (fused_count != want) {
+      return absl::DataLossError(absl::StrCat("rank 0 has ", fused_count, " tensors, want ", want,
                                               " for ", manifest_.routed_layer_count(),
                                               " routed layers"));
+    }
+    return absl::OkStatus();
+  }
+
+  // That a tensor is dense or not where the manifest says so, and its tail lies in it.
+  absl::Status CheckDense(const v1::FileRecord& file, const v1::TensorRecord& tensor,
+                          int32_t rank) const {
+    const auto fail = [&](const std::string& what) {
+      return absl::DataLossError(absl::StrCat(file.key(), ": tensor ", tensor.name(), ": ", what));
+    };
+    if (!IsDense(tensor)) {
+      if (rank != kReplicatedRank) return absl::OkStatus();
+      return fail("is one of routed experts among those of all ranks");
+    }
+    if (rank != kReplicatedRank && !manifest_.self_contained() && !manifest_.slice_dense()) {
+      return fail("is no fused tensor that manifest.json describes");
+    }
+    const int64_t tail = tensor.tail_bytes();
+    const bool has_tail = tensor.dtype() == DtypeName(Dtype::kF32) && tail % kWordBytes == 0;
+    if (tail < 0 || tail > tensor.size_bytes() || (tail > 0 && !has_tail)) {
+      return fail(absl::StrCat(tail, " bytes of minus infinity in ", SizesOf(tensor)));
     }
     return absl::OkStatus();
   }
@@ -326,12 +355,16 @@ class Documents {
   }
 
   absl::Status CheckTotals() const {
-    int64_t bytes = 0, replicated = 0, routed = 0, padding = 0;
+    int64_t bytes = 0, replicated = 0, dense = 0, routed = 0, padding = 0;
     for (const DataFile& file : files_) {
       bytes += file.record->size_bytes();
       for (const v1::TensorRecord& tensor : file.record->tensors()) {
         if (file.rank == kReplicatedRank) replicated += tensor.size_bytes();
         if (file.rank != 0) continue;
+        if (IsDense(tensor)) {
+          dense += tensor.size_bytes();
+          continue;
+        }
         routed += tensor.size_bytes();
         padding += tensor.size_bytes() -
                    tensor.expert_count() * tensor.native_rows() * tensor.native_row_bytes();
@@ -341,6 +374,7 @@ class Documents {
         {"file_count", {static_cast<int64_t>(files_.size()), manifest_.file_count()}},
         {"total_bytes", {bytes, manifest_.total_bytes()}},
         {"replicated_bytes", {replicated, manifest_.replicated_bytes()}},
+        {"dense_bytes_per_rank", {dense, manifest_.dense_bytes_per_rank()}},
         {"routed_bytes_per_rank", {routed, manifest_.routed_bytes_per_rank()}},
         {"padding_bytes_per_rank", {padding, manifest_.padding_bytes_per_rank()}}};
     for (const auto& [name, values] : totals) {
@@ -461,6 +495,8 @@ class SourceSide {
     spec.set_carry(manifest.carry());
     spec.set_include_mtp(manifest.include_mtp());
     spec.set_part_size_bytes(manifest.part_size_bytes());
+    spec.set_self_contained(manifest.self_contained());
+    spec.set_slice_dense(manifest.slice_dense());
     spec.set_alignment_policy_json(options.alignment_policy_json);
     PlanOptions plan_options;
     plan_options.allowed_source_roots = options.allowed_source_roots;
@@ -620,11 +656,16 @@ absl::StatusOr<BufferNeed> NeedOf(const std::vector<DataFile>& files, const Sour
   BufferNeed need;
   for (const DataFile& file : files) {
     largest = std::max(largest, file.record->tensors(0).offset());  // the header
-    if (file.rank == kReplicatedRank) continue;
     for (const v1::TensorRecord& tensor : file.record->tensors()) {
+      if (IsDense(tensor)) continue;
       SP_ASSIGN_OR_RETURN(const TensorGeometry geometry, ReadGeometry(tensor));
       largest = std::max(largest, geometry.batch_rows * OutputCols(geometry.job));
       need.rows_bytes = std::max(need.rows_bytes, geometry.batch_rows * geometry.job.padded_cols);
+    }
+  }
+  if (source != nullptr) {
+    for (const DenseTensor& dense : source->slices().dense_tensors()) {
+      for (const DenseSource& rows : dense.sources) largest = std::max(largest, rows.row_bytes);
     }
   }
   need.window_bytes = kReadBytes + largest;
@@ -835,8 +876,8 @@ class FileChecker {
   absl::Status CheckTensor(int index) {
     const v1::TensorRecord& tensor = file_->record->tensors(index);
     uint32_t crc = 0;
-    if (file_->rank == kReplicatedRank) {
-      SP_ASSIGN_OR_RETURN(crc, CheckCopied(index));
+    if (IsDense(tensor)) {
+      SP_ASSIGN_OR_RETURN(crc, CheckDense(index));
     } else {
       SP_ASSIGN_OR_RETURN(crc, CheckFused(index));
     }
@@ -848,24 +889,69 @@ class FileChecker {
     return absl::OkStatus();
   }
 
-  // Bytes as they were in the source.
-  absl::StatusOr<uint32_t> CheckCopied(int index) {
+  // Bytes as they were in the source, and behind them the tail.
+  absl::StatusOr<uint32_t> CheckDense(int index) {
     const v1::TensorRecord& tensor = file_->record->tensors(index);
+    const int64_t native = tensor.size_bytes() - tensor.tail_bytes();
     uint32_t crc = 0;
-    for (int64_t at = 0; at < tensor.size_bytes();) {
-      const int64_t size = std::min(kReadBytes, tensor.size_bytes() - at);
-      SP_ASSIGN_OR_RETURN(const auto bytes, Take(size));
-      crc = Crc32c(crc, bytes);
-      if (run_.source != nullptr) {
-        copied_.resize(size);
-        const int32_t source = Planned(index).source;
-        SP_RETURN_IF_ERROR(run_.source->Read(source, at, absl::MakeSpan(copied_)));
-        SP_RETURN_IF_ERROR(Compare(bytes, copied_.data(), absl::StrCat("byte ", at, " onwards")));
-      }
-      at += size;
+    if (run_.source != nullptr) {
+      SP_ASSIGN_OR_RETURN(crc, CompareDense(index, native));
+    } else {
+      SP_ASSIGN_OR_RETURN(crc, CrcOf(native));
     }
-    native_bytes_ += tensor.size_bytes();
+    for (int64_t at = 0; at < tensor.tail_bytes(); at += kWordBytes) {
+      SP_ASSIGN_OR_RETURN(const auto word, Take(kWordBytes));
+      if (std::memcmp(word.data(), kMinusInfinity.data(), kWordBytes) == 0) continue;
+      return absl::DataLossError(
+          absl::StrCat("byte ", native + at, " onwards is not minus infinity"));
+    }
+    native_bytes_ += native;
+    pad_bytes_ += tensor.tail_bytes();
     return crc;
+  }
+
+  absl::StatusOr<uint32_t> CrcOf(int64_t size) {
+    uint32_t crc = 0;
+    for (int64_t at = 0; at < size;) {
+      const int64_t piece = std::min(kReadBytes, size - at);
+      SP_ASSIGN_OR_RETURN(const auto bytes, Take(piece));
+      crc = Crc32c(crc, bytes);
+      at += piece;
+    }
+    return crc;
+  }
+
+  // As CrcOf(), with each byte held against the source's.
+  absl::StatusOr<uint32_t> CompareDense(int index, int64_t size) {
+    const SlicePlan& plan = run_.source->slices();
+    const DenseTensor& dense = plan.dense_tensors()[static_cast<size_t>(Planned(index).source)];
+    uint32_t crc = 0;
+    int64_t at = 0;
+    for (const DenseSource& source : dense.sources) {
+      const Slice slice = plan.DenseSliceOf(dense, source, file_->rank);
+      slices_.resize(1);
+      slices_[0].Start(slice);
+      const int64_t piece_rows = slice.source_row_bytes == 1 ? kReadBytes : 1;
+      for (int64_t row = 0; row < slice.rows; row += piece_rows) {
+        const int64_t rows = std::min(piece_rows, slice.rows - row);
+        SP_ASSIGN_OR_RETURN(const auto bytes, Take(rows * slice.col_bytes));
+        crc = Crc32c(crc, bytes);
+        SP_ASSIGN_OR_RETURN(const uint8_t* want, SourceRows(slice, row, rows));
+        SP_RETURN_IF_ERROR(Compare(bytes, want, absl::StrCat("byte ", at, " onwards")));
+        at += rows * slice.col_bytes;
+      }
+    }
+    if (at == size) return crc;
+    return absl::DataLossError(absl::StrCat(size, " source bytes, the plan has ", at));
+  }
+
+  // Rows of a slice: one that is cut out of a longer one, or several bytes.
+  absl::StatusOr<const uint8_t*> SourceRows(const Slice& slice, int64_t row, int64_t rows) {
+    if (slice.source_row_bytes > 1) return slices_[0].Row(*run_.source, row);
+    copied_.resize(rows);
+    SP_RETURN_IF_ERROR(
+        run_.source->Read(slice.tensor, slice.row_begin + row, absl::MakeSpan(copied_)));
+    return copied_.data();
   }
 
   absl::StatusOr<uint32_t> CheckFused(int index) {

@@ -151,6 +151,18 @@ class FormatTest(TestCase):
                 self.assertEqual(result.returncode, 0, describe(result))
                 self.assertRegex(result.stdout, "^8 tensors of rank 0 hold")
 
+    def test_the_specification_holds_for_dense_tensors_of_ranks(self):
+        source = make_checkpoint(self.dir / "source", preset="small-v4")
+        artifact = self.dir / "artifact"
+        self.run_ok("shardprep", *prepare_arguments(source, artifact, 4, "--slice-dense",
+                                                    "--self-contained"))
+        self.assertEqual(list(artifact.glob("*replicated*")), [])
+        self.run_ok("shardprep", "verify", artifact, "--source", source)
+        result = subprocess.run([PYTHON, "-c", "\n".join(blocks(FORMAT, "python"))],
+                                capture_output=True, text=True, timeout=120, check=False,
+                                env={**os.environ, "ARTIFACT": str(artifact)})
+        self.assertEqual(result.returncode, 0, describe(result))
+
     def test_the_specification_holds_under_expert_parallelism(self):
         source = make_checkpoint(self.dir / "source", hidden=512, intermediate=512)
         controller = Controller(self, local_workers=1)

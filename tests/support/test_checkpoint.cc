@@ -293,16 +293,11 @@ class TensorList {
     Add(name + ".norm.weight", Dtype::kBF16, {width});
   }
 
-  // Extents of V4-Pro: 128 heads of 512, ranks 1536 and 1024, 16 output groups; layers alternate
-  // between compression ratios 128 and 4, the MTP block has none.
+  // Layers alternate between compression ratios 128 and 4, the MTP block has none.
   void AddPublishedAttention(const std::string& block, int64_t layer) {
-    constexpr int64_t kHeads = 128;
-    constexpr int64_t kHeadSize = 512;
-    constexpr int64_t kQueryRank = 1536;
-    constexpr int64_t kOutputRank = 1024;
-    constexpr int64_t kOutputGroups = 16;
-    constexpr int64_t kIndexHeads = 64;
-    constexpr int64_t kIndexHeadSize = 128;
+    const AttentionExtents& extents = spec_.attention;
+    const int64_t output = extents.output_groups * extents.output_rank;
+    const int64_t heads_size = extents.heads * extents.head_size;
     const int64_t hidden = spec_.hidden;
     for (const char* part : {"hc_attn", "hc_ffn"}) {
       Add(absl::StrCat(block, part, "_fn"), Dtype::kF32, {24, 4 * hidden});
@@ -310,21 +305,22 @@ class TensorList {
       Add(absl::StrCat(block, part, "_scale"), Dtype::kF32, {3});
     }
     const std::string attention = block + "attn.";
-    AddLinear(attention + "wq_a", kQueryRank, hidden);
-    AddLinear(attention + "wkv", kHeadSize, hidden);
-    Add(attention + "q_norm.weight", Dtype::kBF16, {kQueryRank});
-    Add(attention + "kv_norm.weight", Dtype::kBF16, {kHeadSize});
-    AddLinear(attention + "wq_b", kHeads * kHeadSize, kQueryRank);
-    AddLinear(attention + "wo_a", kOutputGroups * kOutputRank, kHeads * kHeadSize / kOutputGroups);
-    AddLinear(attention + "wo_b", hidden, kOutputGroups * kOutputRank);
-    Add(attention + "attn_sink", Dtype::kF32, {kHeads});
+    AddLinear(attention + "wq_a", extents.query_rank, hidden);
+    AddLinear(attention + "wkv", extents.head_size, hidden);
+    Add(attention + "q_norm.weight", Dtype::kBF16, {extents.query_rank});
+    Add(attention + "kv_norm.weight", Dtype::kBF16, {extents.head_size});
+    AddLinear(attention + "wq_b", heads_size, extents.query_rank);
+    AddLinear(attention + "wo_a", output, heads_size / extents.output_groups);
+    AddLinear(attention + "wo_b", hidden, output);
+    Add(attention + "attn_sink", Dtype::kF32, {extents.heads});
     if (layer >= spec_.layers) return;
     const int64_t ratio = layer > 0 && layer % 2 == 0 ? 4 : 128;
-    AddCompressor(attention + "compressor", ratio, kHeadSize);
+    AddCompressor(attention + "compressor", ratio, extents.head_size);
     if (ratio != 4) return;
-    AddLinear(attention + "indexer.wq_b", kIndexHeads * kIndexHeadSize, kQueryRank);
-    Add(attention + "indexer.weights_proj.weight", Dtype::kBF16, {kIndexHeads, hidden});
-    AddCompressor(attention + "indexer.compressor", 4, kIndexHeadSize);
+    AddLinear(attention + "indexer.wq_b", extents.index_heads * extents.index_head_size,
+              extents.query_rank);
+    Add(attention + "indexer.weights_proj.weight", Dtype::kBF16, {extents.index_heads, hidden});
+    AddCompressor(attention + "indexer.compressor", 4, extents.index_head_size);
   }
 
   const CheckpointSpec& spec_;
@@ -445,7 +441,7 @@ absl::Status WriteDataFile(const std::filesystem::path& path,
 }
 
 nlohmann::json DeepSeekV4Config(const CheckpointSpec& spec) {
-  return {
+  nlohmann::json config = {
       {"architectures", {"DeepseekV4ForCausalLM"}},
       {"model_type", "deepseek_v4"},
       {"hidden_size", spec.hidden},
@@ -468,6 +464,15 @@ nlohmann::json DeepSeekV4Config(const CheckpointSpec& spec) {
         {"weight_block_size", {128, 128}},
         {"activation_scheme", "dynamic"}}},
   };
+  if (!spec.published) return config;
+  config["num_attention_heads"] = spec.attention.heads;
+  config["head_dim"] = spec.attention.head_size;
+  config["q_lora_rank"] = spec.attention.query_rank;
+  config["o_lora_rank"] = spec.attention.output_rank;
+  config["o_groups"] = spec.attention.output_groups;
+  config["index_n_heads"] = spec.attention.index_heads;
+  config["index_head_dim"] = spec.attention.index_head_size;
+  return config;
 }
 
 // The keys of the family that a loader needs.
@@ -584,6 +589,24 @@ CheckpointSpec QuickstartSpec() {
   spec.intermediate = 3072;
   spec.vocabulary = 1024;
   spec.files = 4;
+  return spec;
+}
+
+CheckpointSpec SmallV4Spec() {
+  CheckpointSpec spec;
+  spec.intermediate = 512;
+  spec.experts = 4;
+  spec.layers = 3;  // one of each compression ratio among those that route by score
+  spec.vocabulary = 256;
+  spec.files = 2;
+  spec.published = true;
+  spec.attention = {.heads = 8,
+                    .head_size = 128,
+                    .query_rank = 256,
+                    .output_rank = 128,
+                    .output_groups = 8,
+                    .index_heads = 4,
+                    .index_head_size = 64};
   return spec;
 }
 

@@ -51,6 +51,17 @@ enum class TestFamily {
   kGptOss,   // model.layers.L.mlp.experts.gate_up_proj_blocks
 };
 
+// Of DeepSeek-V4; those of V4-Pro. All are parts of config.json.
+struct AttentionExtents {
+  int64_t heads = 128;
+  int64_t head_size = 512;
+  int64_t query_rank = 1536;
+  int64_t output_rank = 1024;
+  int64_t output_groups = 16;
+  int64_t index_heads = 64;
+  int64_t index_head_size = 128;
+};
+
 struct CheckpointSpec {
   TestFamily family = TestFamily::kDeepSeekV4;
   int64_t hidden = 256;
@@ -68,9 +79,10 @@ struct CheckpointSpec {
   bool mtp_as_layers = false;  // layers.L instead of mtp.0
   bool with_index = true;
   bool sparse = false;  // real headers, data that reads as zeros and takes no space
-  // All tensors of the published V4-Pro beside the routed experts, with their real extents. Else a
-  // few small ones, a scalar and a tensor of no bytes among them.
+  // All tensors of the published V4-Pro beside the routed experts. Else a few small ones, a scalar
+  // and a tensor of no bytes among them.
   bool published = false;
+  AttentionExtents attention;  // of a published one
   // Tensors besides; `file` counts.
   std::vector<TestTensor> extra;
   // Changes to config.json: key to JSON text; an empty text removes the key.
@@ -85,6 +97,8 @@ CheckpointSpec FamilySpec(TestFamily family);
 
 // 0.45 GB with the real extents of one V4-Pro expert: 4 experts, 2 layers + 1 MTP layer.
 CheckpointSpec QuickstartSpec();
+// Every tensor that V4-Pro has, with small extents that up to four ranks can share.
+CheckpointSpec SmallV4Spec();
 // The whole of V4-Pro, 64 files and 805 GiB: sparse.
 CheckpointSpec V4ProSpec();
 

@@ -1,7 +1,7 @@
 // make-checkpoint: writes a checkpoint for demonstrations and measurements, DeepSeek-V4 shaped or
 // small in the naming of another family.
 //
-//   make-checkpoint --out DIR [--preset tiny|quickstart|v4-pro|FAMILY] [--hidden N]
+//   make-checkpoint --out DIR [--preset tiny|small-v4|quickstart|v4-pro|FAMILY] [--hidden N]
 //                   [--intermediate N]
 //                   [--experts N] [--layers N] [--mtp-layers N] [--files N] [--vocabulary N]
 //                   [--weight-dtype I8|U8|F4] [--scale-dtype F8_E8M0|U8] [--prefix P]
@@ -27,8 +27,10 @@
 #include "workers/safetensors.h"
 
 ABSL_FLAG(std::string, out, "", "directory to write into");
-ABSL_FLAG(std::string, preset, "quickstart",
-          "tiny, quickstart (0.45 GB), v4-pro (805 GiB) or a family");
+ABSL_FLAG(
+    std::string, preset, "quickstart",
+    "tiny, small-v4 (every tensor that V4-Pro has), quickstart (0.45 GB), v4-pro (805 GiB) or "
+    "a family");
 ABSL_FLAG(int64_t, hidden, 0, "hidden size, elements");
 ABSL_FLAG(int64_t, intermediate, 0, "intermediate size of a routed expert, elements");
 ABSL_FLAG(int64_t, experts, 0, "routed experts of a layer");
@@ -48,6 +50,7 @@ namespace {
 
 absl::StatusOr<CheckpointSpec> PresetSpec(const std::string& name) {
   if (name == "tiny") return CheckpointSpec{};
+  if (name == "small-v4") return SmallV4Spec();
   if (name == "quickstart") return QuickstartSpec();
   if (name == "v4-pro") return V4ProSpec();
   constexpr std::pair<const char*, TestFamily> kFamilies[] = {
@@ -55,7 +58,7 @@ absl::StatusOr<CheckpointSpec> PresetSpec(const std::string& name) {
       {"v3-quark", TestFamily::kDeepSeekV3Quark}, {"qwen3-bf16", TestFamily::kQwen3Bf16},
       {"qwen3-quark", TestFamily::kQwen3Quark},   {"mixtral", TestFamily::kMixtral},
       {"kimi-k3", TestFamily::kKimiK3},           {"gpt-oss", TestFamily::kGptOss}};
-  std::string known = "tiny, quickstart, v4-pro";
+  std::string known = "tiny, small-v4, quickstart, v4-pro";
   for (const auto& [family, id] : kFamilies) {
     if (name == family) return FamilySpec(id);
     absl::StrAppend(&known, ", ", family);

@@ -302,6 +302,7 @@ TEST_F(JobPlanTest, AnySingleInputChangesTheFingerprint) {
       {"naming", [](auto& s) { s.mutable_targets(0)->set_naming("sglang"); }},
       {"newer naming", [](auto& s) { s.mutable_targets(0)->set_naming("vllm-routed-experts"); }},
       {"include MTP", [](auto& s) { s.set_include_mtp(true); }},
+      {"self contained", [](auto& s) { s.set_self_contained(true); }},
       {"carry", [](auto& s) { s.set_carry(v1::CARRY_EXPERTS_ONLY); }},
       {"part size", [](auto& s) { s.set_part_size_bytes(1 << 20); }}};
   std::map<std::string, const char*> seen;

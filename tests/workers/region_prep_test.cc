@@ -546,6 +546,38 @@ TEST_F(RequestedSourceTest, EachSourceByteIsRequestedOnceInWholeTensors) {
   EXPECT_EQ(progress_.bytes_read, 2 * plan_->slices.NeededSourceBytes());
 }
 
+// Tensors that each rank has in its own files, sliced and whole, by blocks and by spans.
+TEST_F(RequestedSourceTest, LargeReadsMakeTheDenseFilesThatBlocksMake) {
+  ASSERT_TRUE(WriteTestCheckpoint(source_.path(), SmallV4Spec()).ok());
+  int job = 0;
+  const auto spec = [&] {
+    v1::PrepJobSpec job_spec = Spec(4, "aiter-separated", destination_ / absl::StrCat(job++));
+    job_spec.set_slice_dense(true);
+    job_spec.set_self_contained(true);
+    return job_spec;
+  };
+  Plan(spec());
+  ASSERT_EQ(PrepareAll(3, Budget(4, 3)), absl::OkStatus());
+  EXPECT_EQ(progress_.bytes_read, plan_->slices.NeededSourceBytes());
+  const std::map<std::string, std::string> want = Output();
+  for (const int64_t preferred : {int64_t{8} << 20, int64_t{5'000}, int64_t{1}}) {
+    SCOPED_TRACE(preferred);
+    PlanForRequests(spec(), preferred);
+    ASSERT_EQ(PrepareAllFromRequests(3, Budget(4, 3)), absl::OkStatus());
+    EXPECT_TRUE(Output() == want);
+  }
+  // Ranks one at a time.
+  Plan(spec());
+  for (size_t region = 0; region < plan_->slices.regions().size(); ++region) {
+    for (const int32_t rank : plan_->slices.RanksOf(plan_->slices.regions()[region])) {
+      RegionTask task = Task(static_cast<int32_t>(region), 1, Budget(1, 1));
+      task.ranks = {rank};
+      ASSERT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+    }
+  }
+  EXPECT_TRUE(Output() == want);
+}
+
 // With the least memory, requests for weights are at least half as large as preferred, or as half
 // a tensor.
 TEST_F(RequestedSourceTest, LittleMemoryStillMeansLargeRequests) {

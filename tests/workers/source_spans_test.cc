@@ -227,7 +227,8 @@ TEST(PlanSpans, CopiedTensorsAreCutEvenlyAndNeighboursAreReadTogether) {
   for (const SpanItem& item : spans.items) {
     int64_t& end = pieces[item.tensor].emplace_back(0);
     end = item.end - item.begin;
-    const TensorInfo info = plan.checkpoint().tensors().at(part.tensors[item.tensor].source);
+    const DenseTensor& dense = plan.dense_tensors()[part.tensors[item.tensor].source];
+    const TensorInfo info = plan.checkpoint().tensors().at(dense.sources.front().tensor);
     spans.spans[item.span].Position(info.file, info.offset + item.begin, end);
   }
   for (int32_t t = 0; t < static_cast<int32_t>(part.tensors.size()); ++t) {

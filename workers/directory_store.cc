@@ -855,7 +855,8 @@ class DirectoryWriter final : public ObjectWriter {
 
 class DirectoryStore final : public ObjectStore {
  public:
-  explicit DirectoryStore(DirectoryStoreOptions options) : tree_(std::move(options)) {}
+  explicit DirectoryStore(DirectoryStoreOptions options)
+      : max_listed_entries_(options.max_listed_entries), tree_(std::move(options)) {}
 
   absl::StatusOr<ObjectInfo> Head(const std::string& key) override {
     SP_ASSIGN_OR_RETURN(const OpenedFile file, tree_.OpenForRead(key));
@@ -913,11 +914,14 @@ class DirectoryStore final : public ObjectStore {
  private:
   absl::StatusOr<ObjectInfo> PutSmall(const std::string& key, const std::string& bytes,
                                       IfPresent if_present, const CommitGate& gate);
-  absl::Status ListBelow(const UniqueFd& directory, const std::string& prefix,
+  // `left` counts down the entries that the listing may still go through.
+  absl::Status ListBelow(const UniqueFd& directory, const std::string& prefix, int64_t* left,
                          std::vector<ObjectEntry>* entries);
   absl::Status AddEntry(const UniqueFd& directory, const std::string& name,
-                        const std::string& prefix, std::vector<ObjectEntry>* entries);
+                        const std::string& prefix, int64_t* left,
+                        std::vector<ObjectEntry>* entries);
 
+  const int64_t max_listed_entries_;
   Tree tree_;
 };
 
@@ -953,14 +957,15 @@ absl::StatusOr<std::vector<ObjectEntry>> DirectoryStore::List(const std::string&
       tree_.EnterDirectory(DirectoryOf(prefix), Missing::kFail);
   if (absl::IsNotFound(directory.status()) && (tree_.create() || !prefix.empty())) return entries;
   SP_RETURN_IF_ERROR(directory.status());
-  SP_RETURN_IF_ERROR(ListBelow(*directory, prefix, &entries));
+  int64_t left = max_listed_entries_;
+  SP_RETURN_IF_ERROR(ListBelow(*directory, prefix, &left, &entries));
   std::sort(entries.begin(), entries.end(),
             [](const ObjectEntry& a, const ObjectEntry& b) { return a.key < b.key; });
   return entries;
 }
 
 absl::Status DirectoryStore::ListBelow(const UniqueFd& directory, const std::string& prefix,
-                                       std::vector<ObjectEntry>* entries) {
+                                       int64_t* left, std::vector<ObjectEntry>* entries) {
   // A descriptor of its own, since closedir() closes it and reading moves its position.
   UniqueFd fd(::openat(directory.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!fd.ok()) return ErrnoStatus(errno, tree_.PathOf(prefix), "open directory");
@@ -971,7 +976,7 @@ absl::Status DirectoryStore::ListBelow(const UniqueFd& directory, const std::str
     errno = 0;
     const dirent* const entry = ::readdir(stream.get());
     if (entry == nullptr) break;
-    SP_RETURN_IF_ERROR(AddEntry(directory, entry->d_name, prefix, entries));
+    SP_RETURN_IF_ERROR(AddEntry(directory, entry->d_name, prefix, left, entries));
   }
   if (errno != 0) return ErrnoStatus(errno, tree_.PathOf(prefix), "readdir");
   return absl::OkStatus();
@@ -980,10 +985,11 @@ absl::Status DirectoryStore::ListBelow(const UniqueFd& directory, const std::str
 // Lists what Open() would serve: a name that is no valid key, a link that may not be followed or
 // leads nowhere, a directory that this process may not read, and special files are left out.
 absl::Status DirectoryStore::AddEntry(const UniqueFd& directory, const std::string& name,
-                                      const std::string& prefix,
+                                      const std::string& prefix, int64_t* left,
                                       std::vector<ObjectEntry>* entries) {
   const std::string key = prefix + name;
   if (!ValidateObjectKey(key).ok()) return absl::OkStatus();  // "." and ".." among them
+  if (--*left < 0) return TooManyEntries(tree_.root(), max_listed_entries_);
   struct stat st;
   if (::fstatat(directory.get(), name.c_str(), &st, AT_SYMLINK_NOFOLLOW) != 0) {
     if (errno == ENOENT) return absl::OkStatus();  // gone since readdir()
@@ -1001,7 +1007,7 @@ absl::Status DirectoryStore::AddEntry(const UniqueFd& directory, const std::stri
       return absl::OkStatus();
     }
     SP_RETURN_IF_ERROR(child.status());
-    return ListBelow(*child, key + "/", entries);
+    return ListBelow(*child, key + "/", left, entries);
   }
   return absl::OkStatus();
 }

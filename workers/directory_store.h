@@ -5,12 +5,14 @@
 #include <sys/types.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "workers/listing.h"
 #include "workers/object_store.h"
 
 namespace shardprep {
@@ -40,6 +42,7 @@ struct DirectoryStoreOptions {
   bool create = false;  // as in OpenStoreOptions, and so allowed_roots
   std::vector<std::string> allowed_roots;
   FileOps* file_ops = nullptr;  // outlives the store; null means the real calls
+  int64_t max_listed_entries = kMaxListedEntries;
 };
 
 // Opens the directory without writing anything. NOT_FOUND when the root is missing and not to be

@@ -134,7 +134,7 @@ class ObjectStore {
 
   // Every object below `prefix` that Open() would serve, recursively, sorted by key (bytewise).
   // Nothing there: empty. Unfinished writes may appear below `_shardprep/tmp/`, for whoever cleans
-  // up after a killed process.
+  // up after a killed process. RESOURCE_EXHAUSTED beyond the bound of workers/listing.h.
   virtual absl::StatusOr<std::vector<ObjectEntry>> List(const std::string& prefix) = 0;
 
   // Starts an object. RESOURCE_EXHAUSTED when the announced size does not fit. The object that

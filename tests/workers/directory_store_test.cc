@@ -960,6 +960,24 @@ TEST_F(DirectoryDestination, AClaimExcludesOthersByWhateverPathTheyCome) {
   EXPECT_TRUE((*other)->Claim().ok());
 }
 
+TEST_F(DirectoryDestination, ListingEndsAtItsBound) {
+  WriteFile(root_ + "/a/b/one", "x");
+  WriteFile(root_ + "/two", "x");
+  for (const int64_t bound : {4, 3}) {  // two files, two directories
+    const auto store = OpenDirectoryStore({.root = root_, .max_listed_entries = bound});
+    ASSERT_THAT(store, IsOk());
+    const auto entries = (*store)->List("");
+    if (bound == 4) {
+      ASSERT_THAT(entries, IsOk());
+      EXPECT_EQ(entries->size(), 2u);
+      continue;
+    }
+    EXPECT_EQ(entries.status().code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_THAT(std::string(entries.status().message()),
+                testing::HasSubstr(root_ + ": more than 3 files and directories"));
+  }
+}
+
 TEST_F(DirectoryDestination, NamesThatAreNoKeysAreNotListed) {
   WriteFile(root_ + "/back\\slash", "x");
   WriteFile(root_ + "/good", "x");

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "workers/listing.h"
 #include "workers/s3/credentials.h"
 
 namespace shardprep {
@@ -30,6 +31,8 @@ struct S3Options {
 
   // Bytes of an upload part at least; grows with the object (at most 10,000 parts).
   int64_t upload_part_bytes = int64_t{16} << 20;
+  // Objects that a listing goes through, at most.
+  int64_t max_listed_entries = kMaxListedEntries;
   // Exchanges in flight at a time, at most.
   int max_connections = 32;
   // Attempts at one exchange, and the pauses between them: full jitter, capped.

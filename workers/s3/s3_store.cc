@@ -776,9 +776,12 @@ absl::StatusOr<std::vector<ObjectEntry>> S3Store::List(const std::string& prefix
   SP_RETURN_IF_ERROR(ValidateObjectPrefix(prefix));
   const std::string whole_prefix = absl::StrCat(site_->prefix(), prefix);
   std::vector<ObjectEntry> entries;
+  int64_t left = connection().options().max_listed_entries;
   std::string token;
   do {
     SP_ASSIGN_OR_RETURN(S3ListPage page, ListPage(prefix, token));
+    left -= static_cast<int64_t>(page.entries.size());
+    if (left < 0) return TooManyEntries(uri(), connection().options().max_listed_entries);
     if (!page.next_token.empty() && page.next_token == token) {
       return absl::FailedPreconditionError(absl::StrCat(
           site_->NameOf(prefix), ": the listing does not get on after ", entries.size(), " keys"));

@@ -922,6 +922,17 @@ TEST(S3List, PagesOfAThousandKeysAndSiblingsOfThePrefix) {
   EXPECT_EQ(bed.server.count("ListObjectsV2").requests, 3 + 4);
 }
 
+TEST(S3List, EndsAtItsBound) {
+  S3Options options = S3TestBed::Options();
+  options.max_listed_entries = 1500;
+  S3TestBed bed({}, options);
+  for (int i = 0; i < 1501; ++i) bed.server.PutObject(absl::StrCat("a/b/", i), "x");
+  const absl::Status refused = bed.store->List("").status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted) << refused;
+  EXPECT_THAT(std::string(refused.message()), testing::HasSubstr("more than 1500"));
+  EXPECT_EQ(bed.server.count("ListObjectsV2").requests, 2);
+}
+
 TEST(S3List, AServerThatEncodesNothingIsUnderstood) {
   FakeS3Options server;
   server.encodes_keys = false;

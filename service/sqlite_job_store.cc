@@ -11,6 +11,9 @@
 // 4. Each row carries the CRC-32C of its job, since SQLite's own check covers its structure and
 //    not the bytes of a value.
 // 5. The schema has a version (user_version). An older one is brought up in one transaction.
+// 6. A new database is made whole under another name and renamed. So an empty file, or a log
+// without
+//    its database, is damage and never a list without jobs.
 #include "service/sqlite_job_store.h"
 
 #include <fcntl.h>
@@ -176,8 +179,10 @@ class SqliteJobStore : public JobStore {
     absl::MutexLock lock(&mu_);
     SP_RETURN_IF_ERROR(MakeDirectory());
     SP_RETURN_IF_ERROR(TakeLock());
-    SP_RETURN_IF_ERROR(OpenDatabase());
+    SP_RETURN_IF_ERROR(MakeDatabase());
+    SP_RETURN_IF_ERROR(OpenDatabase(path_));
     SP_ASSIGN_OR_RETURN(const int64_t version, Inspect());
+    SP_RETURN_IF_ERROR(Run("PRAGMA journal_mode = WAL"));
     SP_RETURN_IF_ERROR(Migrate(version));
     // From here on the log may be folded into the database when the store is closed.
     ::sqlite3_db_config(database_, SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, 0, nullptr);
@@ -281,14 +286,36 @@ class SqliteJobStore : public JobStore {
         absl::StrCat("state directory ", options_.directory, " is in use by another controller"));
   }
 
-  absl::Status OpenDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    // Made here for its mode, which SQLite gives to its log too.
+  // Unless there is one.
+  absl::Status MakeDatabase() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    struct stat found;
+    if (::lstat(path_.c_str(), &found) == 0) return absl::OkStatus();
+    if (errno != ENOENT) return ErrnoStatus(path_, errno);
+    const std::string log = absl::StrCat(path_, "-wal");
+    if (::lstat(log.c_str(), &found) == 0) {
+      return Damaged(path_, absl::StrCat("missing, while its log ", log, " is there"));
+    }
+    const std::string unfinished = absl::StrCat(path_, ".new");
+    for (const char* suffix : {"", "-journal"}) {  // of a controller that was killed here
+      const std::string left = absl::StrCat(unfinished, suffix);
+      if (::unlink(left.c_str()) != 0 && errno != ENOENT) return ErrnoStatus(left, errno);
+    }
     {
-      const UniqueFd made(::open(path_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
+      // Made here for its mode, which SQLite gives to its log too.
+      const UniqueFd made(
+          ::open(unfinished.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
       if (made.get() < 0) return ErrnoStatus(path_, errno);
     }
+    SP_RETURN_IF_ERROR(OpenDatabase(unfinished));
+    SP_RETURN_IF_ERROR(Migrate(0));
+    ::sqlite3_close_v2(std::exchange(database_, nullptr));
+    if (::rename(unfinished.c_str(), path_.c_str()) != 0) return ErrnoStatus(path_, errno);
+    return SyncDirectory(options_.directory);
+  }
+
+  absl::Status OpenDatabase(const std::string& path) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const int opened = ::sqlite3_open_v2(
-        path_.c_str(), &database_,
+        path.c_str(), &database_,
         SQLITE_OPEN_READWRITE | SQLITE_OPEN_NOMUTEX | SQLITE_OPEN_NOFOLLOW, nullptr);
     if (opened != SQLITE_OK) return Error(opened, "open");
     ::sqlite3_extended_result_codes(database_, 1);
@@ -302,11 +329,12 @@ class SqliteJobStore : public JobStore {
     SP_ASSIGN_OR_RETURN(const int64_t objects, Number("SELECT count(*) FROM sqlite_master"));
     SP_ASSIGN_OR_RETURN(const int64_t application, Number("PRAGMA application_id"));
     SP_ASSIGN_OR_RETURN(const int64_t version, Number("PRAGMA user_version"));
-    if (application != kApplicationId && (objects > 0 || application != 0)) {
+    if (objects == 0) return Damaged(path_, "it is empty");
+    if (application != kApplicationId) {
       return absl::FailedPreconditionError(
           absl::StrCat(path_, " is the database of another program"));
     }
-    if (version < 0 || version > kSchemaVersion) {
+    if (version < 1 || version > kSchemaVersion) {
       return absl::FailedPreconditionError(
           absl::StrCat(path_, ": schema version ", version, ", this version knows up to ",
                        kSchemaVersion, ": start the newer controller again"));
@@ -321,7 +349,6 @@ class SqliteJobStore : public JobStore {
   }
 
   absl::Status Migrate(int64_t version) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    SP_RETURN_IF_ERROR(Run("PRAGMA journal_mode = WAL"));
     SP_RETURN_IF_ERROR(Run("PRAGMA synchronous = FULL"));
     SP_ASSIGN_OR_RETURN(const int64_t page_bytes, Number("PRAGMA page_size"));
     SP_RETURN_IF_ERROR(Run(absl::StrCat("PRAGMA max_page_count = ",

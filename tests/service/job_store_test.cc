@@ -280,14 +280,29 @@ TEST_F(SqliteJobStoreTest, FlippedByteOfAJobIsDataLossNamingIt) {
   EXPECT_THAT(std::string(damaged.message()), HasSubstr("job \"a\""));
 }
 
-TEST_F(SqliteJobStoreTest, EmptyFileIsAStoreThatWasNeverFinished) {
-  std::filesystem::create_directory(state_);
-  std::ofstream(database_).close();
-  EXPECT_THAT(Ids(*OpenIn(state_)), IsEmpty());
-  // As killed between making the file and its first transaction, with the version not yet set.
+TEST_F(SqliteJobStoreTest, EmptyDatabaseIsDamageAndNoListWithoutJobs) {
+  OpenIn(state_);
+  const auto expect_damage = [&](const std::string& how) {
+    const absl::Status refused = Refusal();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss) << refused;
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(how));
+  };
+  std::ofstream(database_, std::ios::trunc).close();
+  expect_damage("it is empty");
+  EXPECT_EQ(std::filesystem::file_size(database_), 0U);
   std::filesystem::remove(database_);
-  Execute("PRAGMA application_id = 0x53504A42");
+  std::ofstream(database_ + "-wal") << "log";
+  expect_damage("missing, while its log");
+  EXPECT_FALSE(std::filesystem::exists(database_));
+}
+
+TEST_F(SqliteJobStoreTest, StoreThatWasNeverFinishedIsMadeAgain) {
+  std::filesystem::create_directory(state_);
+  std::ofstream(database_ + ".new") << "SQLite format";
+  std::ofstream(database_ + ".new-journal") << "half";
   EXPECT_THAT(Ids(*OpenIn(state_)), IsEmpty());
+  EXPECT_FALSE(std::filesystem::exists(database_ + ".new"));
+  EXPECT_FALSE(std::filesystem::exists(database_ + ".new-journal"));
 }
 
 TEST_F(SqliteJobStoreTest, NewerSchemasAndOtherProgramsDatabasesAreRefusedUnchanged) {

@@ -99,7 +99,9 @@ absl::Status ParseStoredJson(const std::string& text, const std::string& name,
   if (google::protobuf::util::JsonStringToMessage(text, &message, lenient).ok()) {
     SP_RETURN_IF_ERROR(CheckVersion(name, VersionOf(message), format_version));
   }
-  return absl::InvalidArgumentError(absl::StrCat(name, ": ", std::string(status.message())));
+  // What follows the first line is a piece of the document.
+  const std::string fault(status.message());
+  return absl::InvalidArgumentError(absl::StrCat(name, ": ", fault.substr(0, fault.find('\n'))));
 }
 
 }  // namespace shardprep

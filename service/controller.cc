@@ -431,24 +431,30 @@ void Controller::RunStep(const JobStep& step) {
     return;
   }
   absl::StatusOr<v1::ManifestReference> manifest;
-  absl::Status removed;
+  absl::Status cleaned;
   absl::StatusOr<std::shared_ptr<PlannedJob>> plan = PlanOf(id);
   if (!plan.ok()) {
     manifest = plan.status();
-    removed = plan.status();
+    cleaned = plan.status();
   } else if (step.kind == JobStep::Kind::kCommit) {
     manifest = (*plan)->Commit();
   } else {
     // A job of an earlier controller has not claimed it yet.
-    removed = (*plan)->ClaimDestination();
-    if (removed.ok()) removed = (*plan)->RemoveOutput();
+    cleaned = (*plan)->ClaimDestination();
+    if (cleaned.ok()) {
+      cleaned = step.kind == JobStep::Kind::kRemove ? (*plan)->RemoveOutput()
+                                                    : (*plan)->RemoveUnrecorded();
+    }
   }
   Calls calls;
   {
     absl::MutexLock lock(&mu_);
     --steps_;
-    if (step.kind == JobStep::Kind::kCommit) queue_.CommitFinished(id, std::move(manifest));
-    if (step.kind == JobStep::Kind::kRemove) queue_.RemoveFinished(id, removed);
+    if (step.kind == JobStep::Kind::kCommit) {
+      queue_.CommitFinished(id, std::move(manifest));
+    } else {
+      queue_.CleanFinished(id, cleaned);
+    }
     Settle(&calls);
   }
   RunAll(calls);

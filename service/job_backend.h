@@ -67,6 +67,9 @@ class PlannedJob {
 
   // Deletes all that the job wrote.
   virtual absl::Status RemoveOutput() = 0;
+
+  // Deletes all that the job wrote except for recorded parts, and their records.
+  virtual absl::Status RemoveUnrecorded() = 0;
 };
 
 // Thread safe.

@@ -21,10 +21,11 @@
 //    back do not count.
 // 5. A job that fails, is cancelled or runs out of time stops: its leases are withdrawn, and it
 //    reaches its final state when the last of them is closed, those of an earlier controller
-//    included. `error` and `cancel_requested` show why before that. A cancelled job that ever held
-//    a lease has its output removed first; a failed one keeps what it finished. A cancel or a
-//    deadline that comes during the commit loses when the commit succeeds: others may have seen the
-//    manifest.
+//    included. `error` and `cancel_requested` show why before that. If it ever held a lease, or
+//    tried to commit, its clean step comes first: a cancelled job's output is removed, of a failed
+//    one's all but the parts that it recorded, which the next run resumes. A job that is cancelled
+//    during its clean step gets another. A cancel or a deadline that comes during the commit loses
+//    when the commit succeeds: others may have seen the manifest.
 // 6. Reports of leases that are not open, or not the reporting worker's, are ignored: they are
 //    late, and what they say has been decided already. A worker that says that it holds one is
 //    told to stop it, and gets no other before it has: so do those that an earlier controller
@@ -110,12 +111,20 @@ absl::Duration FromDuration(const google::protobuf::Duration& duration) {
   return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
 }
 
-// `status` with a message in front, its reason kept.
-absl::Status Prefixed(const std::string& prefix, const absl::Status& status) {
-  absl::Status result(status.code(), absl::StrCat(prefix, status.message()));
+// `status` with another message, its reason kept.
+absl::Status WithMessage(const absl::Status& status, const std::string& message) {
+  absl::Status result(status.code(), message);
   status.ForEachPayload(
       [&](absl::string_view url, const absl::Cord& payload) { result.SetPayload(url, payload); });
   return result;
+}
+
+absl::Status Prefixed(const std::string& prefix, const absl::Status& status) {
+  return WithMessage(status, absl::StrCat(prefix, status.message()));
+}
+
+absl::Status Followed(const absl::Status& status, const std::string& suffix) {
+  return WithMessage(status, absl::StrCat(status.message(), suffix));
 }
 
 std::string RankText(const std::vector<int32_t>& ranks) {
@@ -164,8 +173,8 @@ enum class JobQueue::Phase : int {
   kStopping,  // failed or cancelled, leases still open
   kCommitDue,
   kCommitting,
-  kRemoveDue,
-  kRemoving,
+  kCleanDue,
+  kCleaning,
   kFinished,
 };
 
@@ -205,7 +214,8 @@ struct JobQueue::Job {
   std::vector<Region> regions;
   size_t first_open_region = 0;  // those before it are done
   std::set<std::string> leases;
-  bool leased_ever = false;  // perhaps, when an earlier controller had it running
+  bool wrote = false;     // perhaps: a lease was given, or a commit tried, by whichever controller
+  bool removing = false;  // in kCleaning: all that it wrote, not only what it has not recorded
   absl::Status error;
   int step_attempts = 0;
   absl::Duration step_not_before = -absl::InfiniteDuration();
@@ -395,7 +405,7 @@ absl::Status JobQueue::Restore(NewJob restored) {
   Touch(job, false);
   if (job.lease_span > absl::ZeroDuration()) {
     // The last renewal was before this moment.
-    job.leased_ever = true;
+    job.wrote = true;
     job.fenced_until = clock_->Monotonic() + job.lease_span;
     absl::Duration& fence = fenced_until_[job.destination];
     fence = std::max(fence, job.fenced_until);
@@ -475,7 +485,7 @@ void JobQueue::StopLeasesOf(Job& job) {
 // Fails a job whose time is over; a step in hand is awaited first.
 void JobQueue::Expire(Job& job) {
   if (job.proto.cancel_requested() || !job.error.ok()) return;
-  if (job.phase == Phase::kRemoveDue || job.phase == Phase::kRemoving) return;
+  if (job.phase == Phase::kCleanDue || job.phase == Phase::kCleaning) return;
   const std::string timeout = absl::FormatDuration(FromDuration(job.proto.timeout()));
   const absl::Status cause = WithReason(
       absl::DeadlineExceededError(absl::StrCat("not done within ", timeout, ", its timeout")),
@@ -499,16 +509,16 @@ void JobQueue::Advance(Job& job) {
     Touch(job, false);
   }
   if (job.phase != Phase::kStopping || job.fenced_until > clock_->Monotonic()) return;
-  if (!job.proto.cancel_requested()) {
-    Finish(job, v1::PrepJob::STATE_FAILED, job.error);
-  } else if (job.leased_ever) {
-    SetPhase(job, Phase::kRemoveDue);
-    job.step_attempts = 0;
-    job.step_not_before = -absl::InfiniteDuration();
-    Touch(job, false);
-  } else {
-    Finish(job, v1::PrepJob::STATE_CANCELLED, job.error);
-  }
+  if (job.wrote) return CleanNext(job);
+  const bool cancelled = job.proto.cancel_requested();
+  Finish(job, cancelled ? v1::PrepJob::STATE_CANCELLED : v1::PrepJob::STATE_FAILED, job.error);
+}
+
+void JobQueue::CleanNext(Job& job) {
+  SetPhase(job, Phase::kCleanDue);
+  job.step_attempts = 0;
+  job.step_not_before = -absl::InfiniteDuration();
+  Touch(job, false);
 }
 
 void JobQueue::Finish(Job& job, v1::PrepJob::State state, const absl::Status& error) {
@@ -563,7 +573,7 @@ absl::StatusOr<JobView> JobQueue::Get(const std::string& job_id) const {
 std::vector<std::string> JobQueue::JobsWithoutLeases() const {
   std::vector<std::string> ids;
   for (const auto& [id, job] : jobs_) {
-    if (!job->started() && !job->leased_ever) continue;
+    if (!job->started() && !job->wrote) continue;
     if (job->phase == Phase::kFinished || !job->leases.empty()) continue;
     if (job->fenced_until <= clock_->Monotonic()) ids.push_back(id);
   }
@@ -632,13 +642,12 @@ std::optional<JobStep> JobQueue::NextStep() {
   const bool may_start = !draining_ && starts_not_before_ <= now;
   int active = 0;
   std::set<std::string> taken;  // destinations
-  std::set<std::string> busy;   // of them, those where more goes on than waiting for a removal
+  std::set<std::string> busy;   // of them, those where more goes on than waiting to be cleaned
   for (const auto& [sequence, job] : unfinished_) {
     if (!job->started()) continue;
     taken.insert(job->destination);
-    // Two at one destination are cancelled jobs of an earlier controller whose end it had no time
-    // to record.
-    if (job->phase != Phase::kRemoveDue) busy.insert(job->destination);
+    // Two at one destination: jobs that an earlier controller had started, and that have ended.
+    if (job->phase != Phase::kCleanDue) busy.insert(job->destination);
     // Stopping jobs only wait for their fence; they must not keep others from starting.
     if (job->phase != Phase::kStopping) ++active;
   }
@@ -648,11 +657,13 @@ std::optional<JobStep> JobQueue::NextStep() {
     const bool fenced = fenced_until_.count(job->destination) != 0;
     if (job->phase == Phase::kCommitDue) {
       SetPhase(*job, Phase::kCommitting);
+      job->wrote = true;
       return JobStep{JobStep::Kind::kCommit, id};
     }
-    if (job->phase == Phase::kRemoveDue && !fenced && busy.count(job->destination) == 0) {
-      SetPhase(*job, Phase::kRemoving);
-      return JobStep{JobStep::Kind::kRemove, id};
+    if (job->phase == Phase::kCleanDue && !fenced && busy.count(job->destination) == 0) {
+      SetPhase(*job, Phase::kCleaning);
+      job->removing = job->proto.cancel_requested();
+      return JobStep{job->removing ? JobStep::Kind::kRemove : JobStep::Kind::kTidy, id};
     }
     if (job->phase == Phase::kPending && may_start && active < options_.max_active_jobs &&
         !fenced && taken.count(job->destination) == 0) {
@@ -789,11 +800,21 @@ void JobQueue::CommitFinished(const std::string& job_id,
   Advance(*job);
 }
 
-void JobQueue::RemoveFinished(const std::string& job_id, const absl::Status& status) {
+void JobQueue::CleanFinished(const std::string& job_id, const absl::Status& status) {
   Job* job = FindJob(job_id);
-  SP_CHECK(job != nullptr && job->phase == Phase::kRemoving);
+  SP_CHECK(job != nullptr && job->phase == Phase::kCleaning);
+  const bool cancelled = job->proto.cancel_requested();
+  if (cancelled && !job->removing) return CleanNext(*job);
   if (!status.ok() && RetryStep(*job, status)) {
-    SetPhase(*job, Phase::kRemoveDue);
+    SetPhase(*job, Phase::kCleanDue);
+    return;
+  }
+  if (!cancelled) {
+    Finish(*job, v1::PrepJob::STATE_FAILED,
+           status.ok() ? job->error
+                       : Followed(job->error, absl::StrCat("; what it had not recorded could not "
+                                                           "be removed: ",
+                                                           status.message())));
     return;
   }
   Finish(*job, v1::PrepJob::STATE_CANCELLED,
@@ -1081,7 +1102,7 @@ bool JobQueue::GrantFrom(Job& job, Worker& worker) {
                                .region = lease->region,
                                .rank_count = static_cast<int32_t>(lease->ranks.size()),
                                .attempt = lease->attempt});
-    job.leased_ever = true;
+    job.wrote = true;
     job.device = worker.device;
     job.leases.insert(lease->id);
     worker.leases.insert(lease->id);

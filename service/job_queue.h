@@ -63,7 +63,7 @@ class JobQueue {
   // while, then it is this one's turn again.
   void StartPostponed(const std::string& job_id);
   void CommitFinished(const std::string& job_id, absl::StatusOr<v1::ManifestReference> manifest);
-  void RemoveFinished(const std::string& job_id, const absl::Status& status);
+  void CleanFinished(const std::string& job_id, const absl::Status& status);
 
   // Workers --------------------------------------------------------------------------------------
 
@@ -112,6 +112,7 @@ class JobQueue {
   void Fail(Job& job, const absl::Status& cause);
   void StopLeasesOf(Job& job);
   void Advance(Job& job);
+  void CleanNext(Job& job);
   bool StartOverruled(Job& job);
   bool RetryStep(Job& job, const absl::Status& status);
   void TakePlan(Job& job, StartedJob started);

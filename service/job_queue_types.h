@@ -79,7 +79,8 @@ struct JobStep {
   enum class Kind {
     kStart,   // plan again, remove leftovers of other jobs: answer with StartFinished()
     kCommit,  // publish the manifest: answer with CommitFinished()
-    kRemove,  // delete what the cancelled job wrote: answer with RemoveFinished()
+    kRemove,  // delete what the cancelled job wrote: answer with CleanFinished()
+    kTidy,    // delete what the failed job wrote and has not recorded: CleanFinished()
   };
   Kind kind = Kind::kStart;
   std::string job_id;

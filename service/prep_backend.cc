@@ -136,6 +136,10 @@ class RealPlannedJob : public PlannedJob {
 
   absl::Status RemoveOutput() override { return RemoveJobOutput(*plan_, *destination_); }
 
+  absl::Status RemoveUnrecorded() override {
+    return shardprep::RemoveUnrecorded(*plan_, *destination_);
+  }
+
  private:
   int64_t KnownFreeBytes() {
     const absl::StatusOr<int64_t> free = destination_->FreeBytes();

@@ -639,6 +639,25 @@ absl::Status DeleteOutput(const std::set<std::string>& fingerprints,
   return absl::OkStatus();
 }
 
+// Deletes temporary objects and, unless the artefact is committed, what the plan's job wrote here
+// except for `keep`.
+absl::Status DeleteUncommitted(const JobPlan& plan, const std::set<std::string>& keep,
+                               const Destination& found) {
+  bool is_committed = false;
+  if (found.Find(ManifestKey()) != nullptr) {
+    SP_ASSIGN_OR_RETURN(const std::string text,
+                        found.store().Get(ManifestKey(), kMaxDocumentBytes));
+    const auto manifest = ParseManifest(text);
+    is_committed = manifest.ok() && manifest->layout_fingerprint() == plan.fingerprint;
+  }
+  if (!is_committed) {
+    SP_RETURN_IF_ERROR(DeleteOutput({plan.fingerprint}, keep, found));
+    const auto commit = found.commits().find(plan.fingerprint);
+    if (commit != found.commits().end()) SP_RETURN_IF_ERROR(DeleteCreated(commit->second, found));
+  }
+  return DeleteTemporaries(found);
+}
+
 // Deletes the manifest of a damaged artefact of the plan, so that nobody takes it for a whole one.
 // Files of it that no longer say whose they are go first, while the manifest accounts for them.
 absl::Status Withdraw(const JobPlan& plan, const Destination& destination) {
@@ -1200,19 +1219,18 @@ absl::Status RemoveJournal(ObjectStore& destination) {
 
 absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination) {
   SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
-  bool is_committed = false;
-  if (found.Find(ManifestKey()) != nullptr) {
-    SP_ASSIGN_OR_RETURN(const std::string text, destination.Get(ManifestKey(), kMaxDocumentBytes));
-    const auto manifest = ParseManifest(text);
-    is_committed = manifest.ok() && manifest->layout_fingerprint() == plan.fingerprint;
-  }
-  if (!is_committed) {
-    SP_RETURN_IF_ERROR(DeleteOutput({plan.fingerprint}, {}, found));
-    const auto commit = found.commits().find(plan.fingerprint);
-    if (commit != found.commits().end()) SP_RETURN_IF_ERROR(DeleteCreated(commit->second, found));
-  }
-  SP_RETURN_IF_ERROR(DeleteTemporaries(found));
+  SP_RETURN_IF_ERROR(DeleteUncommitted(plan, /*keep=*/{}, found));
   return DeleteBelow(destination, JournalPrefix(plan.fingerprint));
+}
+
+absl::Status RemoveUnrecorded(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  std::set<std::string> recorded;
+  for (const JournalEntry& entry : found.journal()) {
+    if (entry.fingerprint != plan.fingerprint || !entry.record.has_value()) continue;
+    if (found.IsThere(*entry.record)) recorded.insert(entry.part_key);
+  }
+  return DeleteUncommitted(plan, recorded, found);
 }
 
 absl::Status SignArtifact(ObjectStore& store, const std::string& manifest_sha256,

@@ -112,6 +112,10 @@ absl::Status RemoveJournal(ObjectStore& destination);
 // committed artefact. For cancelled jobs that have written here.
 absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination);
 
+// The same, but keeps the recorded parts and their records, so that the next run of the plan
+// resumes them. For failed jobs.
+absl::Status RemoveUnrecorded(const JobPlan& plan, ObjectStore& destination);
+
 // Reads and parses manifest.json. NOT_FOUND when there is none, INVALID_ARGUMENT when it is
 // malformed or not one of ours, FAILED_PRECONDITION for another format version.
 absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store);

@@ -250,6 +250,9 @@ class World {
     }
     if (step->kind == JobStep::Kind::kCommit) RequireAllDone(step->job_id, job);
     if (step->kind == JobStep::Kind::kRemove) FUZZ_REQUIRE(job.cancelled, step->job_id);
+    if (step->kind == JobStep::Kind::kTidy) {
+      FUZZ_REQUIRE(!job.cancelled && queue_->Get(step->job_id)->job.has_error(), step->job_id);
+    }
   }
 
   void AnswerStep() {
@@ -286,7 +289,8 @@ class World {
         }
         break;
       case JobStep::Kind::kRemove:
-        queue_->RemoveFinished(id, status);
+      case JobStep::Kind::kTidy:
+        queue_->CleanFinished(id, status);
         break;
     }
   }
@@ -571,13 +575,14 @@ class World {
     CheckOwners();
   }
 
-  // One job at a time has a destination. Cancelled ones may only wait there, to remove what they
-  // wrote: one because it was started, another because an earlier controller had started it.
+  // One job at a time has a destination. Those that have ended may only wait there, to be cleaned:
+  // one because it was started, another because an earlier controller had started it.
   void CheckOwners() const {
     std::map<std::string, int> owners;
     for (const auto& [id, job] : jobs_) {
       if (!job.has_destination || IsTerminal(job.state)) continue;
-      if (job.cancelled && !job.step.has_value() && !HasWriter(job)) continue;
+      const bool has_ended = job.cancelled || queue_->Get(id)->job.has_error();
+      if (has_ended && !job.step.has_value() && !HasWriter(job)) continue;
       FUZZ_REQUIRE(++owners[job.destination] == 1, id);
     }
   }

@@ -24,7 +24,7 @@ class FakeBackend : public JobBackend {
     absl::Status plan, inspect, room, clear, commit, remove;
   };
   struct Calls {
-    int plans = 0, room_checks = 0, clears = 0, commits = 0, removals = 0;
+    int plans = 0, room_checks = 0, clears = 0, commits = 0, removals = 0, tidies = 0;
   };
 
   // Regions of each plan, and ranks of each region.
@@ -156,6 +156,12 @@ class FakePlannedJob : public PlannedJob {
   absl::Status RemoveOutput() override {
     absl::MutexLock lock(&backend_->mu_);
     ++backend_->calls_.removals;
+    return backend_->failures_.remove;
+  }
+
+  absl::Status RemoveUnrecorded() override {
+    absl::MutexLock lock(&backend_->mu_);
+    ++backend_->calls_.tidies;
     return backend_->failures_.remove;
   }
 

@@ -98,6 +98,13 @@ class JobQueueTest : public testing::Test {
     EXPECT_EQ(step->job_id, id);
   }
 
+  // The clean step of a failed job that wrote.
+  void Tidy(const std::string& id) {
+    ExpectStep(JobStep::Kind::kTidy, id);
+    EXPECT_NE(StateOf(id), v1::PrepJob::STATE_FAILED);
+    queue_->CleanFinished(id, absl::OkStatus());
+  }
+
   void AddAndStart(const std::string& id, int regions = 2, int ranks = 4) {
     Add(id);
     ExpectStep(JobStep::Kind::kStart, id);
@@ -322,6 +329,7 @@ TEST_P(JobQueueCodeTest, CodeDecidesWhetherATaskIsAttemptedAgain) {
     EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING);
     EXPECT_EQ(Take("w").attempt(), 2);
   } else {
+    Tidy("a");
     EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
     EXPECT_EQ(Job("a").error().code(), static_cast<int>(GetParam().code));
     EXPECT_EQ(Job("a").error().message(), "region 0, ranks 0,1: layers.3.w2: broken");
@@ -351,6 +359,7 @@ TEST_F(JobQueueTest, ThirdFailureFailsTheJobWithTheFirstCause) {
                      : absl::UnavailableError(causes[attempt - 1]));
     clock_.Advance(absl::Seconds(10));
   }
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(Job("a").error().message(),
@@ -401,6 +410,7 @@ TEST_F(JobQueueTest, CrashLoopFailsTheJobAndNamesTheSignal) {
     Take(worker);
     queue_->WorkerGone(worker, "killed by signal 11 (Segmentation fault)");
   }
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_THAT(Job("a").error().message(), HasSubstr("killed by signal 11"));
   EXPECT_THAT(Job("a").error().message(), HasSubstr("local-0-1"));
@@ -463,6 +473,7 @@ TEST_F(JobQueueTest, FullDiskFailsTheJobAtOnceAndKeepsWhatIsDone) {
   Say("w", next[0].lease_id(), v1::LeaseReport::STATE_FAILED,
       WithReason(absl::ResourceExhaustedError("/out/a: write: No space left on device"),
                  "NO_SPACE"));
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
   EXPECT_EQ(ReasonOf(FromRpcStatus(Job("a").error())).reason, "NO_SPACE");
@@ -475,6 +486,45 @@ TEST_F(JobQueueTest, JobsAreLeasedInOrderOfCreation) {
   EXPECT_EQ(Take("w1").prep_job_id(), "first");
   EXPECT_EQ(Take("w2").prep_job_id(), "first");
   EXPECT_EQ(Take("w3").prep_job_id(), "second");
+}
+
+TEST_F(JobQueueTest, FailedJobThatWroteIsTidiedBeforeItsEnd) {
+  AddAndStart("a", 1, 2);
+  Say("w", Take("w").lease_id(), v1::LeaseReport::STATE_FAILED, absl::DataLossError("truncated"));
+  ASSERT_EQ(queue_->AddJob(Spec("b", "/out/a", "print-a")), absl::OkStatus());
+  ExpectStep(JobStep::Kind::kTidy, "a");
+  EXPECT_FALSE(queue_->NextStep().has_value()) << "the destination is not b's yet";
+  queue_->CleanFinished("a", absl::UnavailableError("503"));
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING);
+  clock_.Advance(absl::Seconds(2));
+  Tidy("a");
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(Job("a").error().message(), "region 0, ranks 0,1: truncated");
+  ExpectStep(JobStep::Kind::kStart, "b");
+}
+
+TEST_F(JobQueueTest, FailedJobSaysWhatCouldNotBeTidied) {
+  AddAndStart("a", 1, 1);
+  Say("w", Take("w").lease_id(), v1::LeaseReport::STATE_FAILED, absl::DataLossError("truncated"));
+  ExpectStep(JobStep::Kind::kTidy, "a");
+  queue_->CleanFinished("a", absl::FailedPreconditionError("/out/a: read-only file system"));
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kDataLoss));
+  EXPECT_EQ(Job("a").error().message(),
+            "region 0, rank 0: truncated; what it had not recorded could not be removed: /out/a: "
+            "read-only file system");
+}
+
+TEST_F(JobQueueTest, JobCancelledWhileItIsTidiedIsRemovedAfterAll) {
+  AddAndStart("a", 1, 1);
+  Say("w", Take("w").lease_id(), v1::LeaseReport::STATE_FAILED, absl::DataLossError("truncated"));
+  ExpectStep(JobStep::Kind::kTidy, "a");
+  ASSERT_TRUE(queue_->Cancel("a").ok());
+  queue_->CleanFinished("a", absl::OkStatus());
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING);
+  ExpectStep(JobStep::Kind::kRemove, "a");
+  queue_->CleanFinished("a", absl::OkStatus());
+  EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
 }
 
 TEST_F(JobQueueTest, JobThatNoWorkerCanHoldFailsWithTheMinimum) {
@@ -590,7 +640,7 @@ TEST_F(JobQueueTest, JobIsCancelledWhenItsLastLeaseIsClosed) {
   Done("w2", two.lease_id());
   ExpectStep(JobStep::Kind::kRemove, "a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING);
-  queue_->RemoveFinished("a", absl::OkStatus());
+  queue_->CleanFinished("a", absl::OkStatus());
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
   // Again is fine.
   EXPECT_TRUE(queue_->Cancel("a").ok());
@@ -612,6 +662,7 @@ TEST_F(JobQueueTest, CancelledJobsSilentLeaseIsNotRenewedByOtherCalls) {
 TEST_F(JobQueueTest, FinishedJobsCannotBeCancelled) {
   AddAndStart("a", 1, 1);
   Say("w", Take("w").lease_id(), v1::LeaseReport::STATE_FAILED, absl::DataLossError("short"));
+  Tidy("a");
   EXPECT_EQ(queue_->Cancel("a").status().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_EQ(ReasonOf(queue_->Cancel("a").status()).reason, "JOB_FINISHED");
   EXPECT_EQ(queue_->Cancel("none").status().code(), absl::StatusCode::kNotFound);
@@ -658,7 +709,7 @@ TEST_F(JobQueueTest, ZombieOfACancelledJobCannotReachTheNextJobThere) {
   ExpectStep(JobStep::Kind::kRemove, "old");
   EXPECT_EQ(queue_->AddJob(Spec("new", "/out", "print-new")).code(),
             absl::StatusCode::kFailedPrecondition);
-  queue_->RemoveFinished("old", absl::OkStatus());
+  queue_->CleanFinished("old", absl::OkStatus());
   ASSERT_EQ(queue_->AddJob(Spec("new", "/out", "print-new")), absl::OkStatus());
   ExpectStep(JobStep::Kind::kStart, "new");
   queue_->StartFinished("new", Plan("print-new", 1, 1));
@@ -701,7 +752,7 @@ TEST_F(JobQueueTimeoutTest, WaitingJobFailsWhenItsTimeIsOverAndNotBefore) {
   ExpectTimedOut("a");
 }
 
-TEST_F(JobQueueTimeoutTest, RunningJobsLeasesAreWithdrawnAndNothingIsRemoved) {
+TEST_F(JobQueueTimeoutTest, RunningJobsLeasesAreWithdrawnAndOnlyTheUnrecordedIsRemoved) {
   AddTimed("a");
   ExpectStep(JobStep::Kind::kStart, "a");
   queue_->StartFinished("a", Plan("print-a", 1, 2));
@@ -715,6 +766,7 @@ TEST_F(JobQueueTimeoutTest, RunningJobsLeasesAreWithdrawnAndNothingIsRemoved) {
   EXPECT_EQ(Job("a").error().code(), static_cast<int>(absl::StatusCode::kDeadlineExceeded));
   EXPECT_THAT(Say("w", lease.lease_id(), v1::LeaseReport::STATE_RUNNING), IsEmpty());
   Say("w", lease.lease_id(), v1::LeaseReport::STATE_RETURNED);
+  Tidy("a");
   ExpectTimedOut("a");
   EXPECT_FALSE(queue_->NextStep().has_value());
 }
@@ -741,6 +793,7 @@ TEST_F(JobQueueTimeoutTest, StepsInHandAreAwaited) {
   EXPECT_EQ(StateOf("committed"), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_FALSE(Job("committed").has_error());
   queue_->CommitFinished("stuck", absl::UnavailableError("503"));
+  Tidy("stuck");
   ExpectTimedOut("stuck");
 }
 
@@ -753,7 +806,7 @@ TEST_F(JobQueueTimeoutTest, CancelledJobsAreNoLongerTimed) {
   Say("w", lease.lease_id(), v1::LeaseReport::STATE_RETURNED);
   ExpectStep(JobStep::Kind::kRemove, "a");
   AdvanceAndTick(kTimeout);
-  queue_->RemoveFinished("a", absl::OkStatus());
+  queue_->CleanFinished("a", absl::OkStatus());
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
 }
 
@@ -769,6 +822,7 @@ TEST_F(JobQueueTimeoutTest, TimeGoesOnWhileNoControllerRuns) {
   AdvanceAndTick(kInstant);
   EXPECT_TRUE(Job("a").has_error());
   AdvanceAndTick(kFence);  // only then nothing is written there any more
+  Tidy("a");
   ExpectTimedOut("a");
   // A wall clock that was set back gives no more time than was asked for.
   Remake(Options());
@@ -856,6 +910,7 @@ TEST_F(JobQueueTest, OtherArtefactIsRefusedWhileTheOldFenceIsOpen) {
   EXPECT_NE(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_EQ(ReasonOf(queue_->AddJob(Spec("b", "/out", "print-b"))).reason, "DESTINATION_BUSY");
   AdvanceAndTick(kInstant);
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_EQ(Job("a").error().message(), "truncated");
   EXPECT_EQ(queue_->AddJob(Spec("b", "/out", "print-b")), absl::OkStatus());
@@ -934,7 +989,7 @@ TEST_F(JobQueueTest, RestoredRunningJobThatIsCancelledRemovesItsOutputBehindTheF
     EXPECT_FALSE(queue_->NextStep().has_value());
     AdvanceAndTick(kInstant);
     ExpectStep(JobStep::Kind::kRemove, "a");
-    queue_->RemoveFinished("a", absl::OkStatus());
+    queue_->CleanFinished("a", absl::OkStatus());
     EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
   }
 }
@@ -958,6 +1013,7 @@ TEST_F(JobQueueTest, FailedJobHoldsItsDestinationUntilItsLeasesAreClosed) {
   EXPECT_THAT(Job("a").error().message(), HasSubstr("truncated"));
   EXPECT_THAT(Say("w2", other.lease_id(), v1::LeaseReport::STATE_RUNNING), IsEmpty());
   Say("w2", other.lease_id(), v1::LeaseReport::STATE_FAILED, absl::UnavailableError("later"));
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
   EXPECT_THAT(Job("a").error().message(), HasSubstr("truncated"));
 }
@@ -974,12 +1030,14 @@ TEST_F(JobQueueTest, StepsAreTriedAgainOnlyWhenThatCanHelp) {
   clock_.Advance(absl::Seconds(8));
   ExpectStep(JobStep::Kind::kCommit, "a");
   queue_->CommitFinished("a", absl::UnavailableError("503"));
+  Tidy("a");
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_FAILED);
 
   AddAndStart("b", 1, 1);
   Done("w", Take("w").lease_id());
   ExpectStep(JobStep::Kind::kCommit, "b");
   queue_->CommitFinished("b", absl::DataLossError("rank 3 part 0: 10 bytes, want 12"));
+  Tidy("b");
   EXPECT_EQ(StateOf("b"), v1::PrepJob::STATE_FAILED);
   EXPECT_THAT(Job("b").error().message(), HasSubstr("rank 3 part 0"));
 }
@@ -990,7 +1048,7 @@ TEST_F(JobQueueTest, RemovalThatFailsIsToldOnTheCancelledJob) {
   ASSERT_TRUE(queue_->Cancel("a").ok());
   Say("w", lease.lease_id(), v1::LeaseReport::STATE_RETURNED);
   ExpectStep(JobStep::Kind::kRemove, "a");
-  queue_->RemoveFinished("a", absl::FailedPreconditionError("read-only"));
+  queue_->CleanFinished("a", absl::FailedPreconditionError("read-only"));
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_CANCELLED);
   EXPECT_THAT(Job("a").error().message(), HasSubstr("read-only"));
 }
@@ -1276,7 +1334,7 @@ TEST_F(JobQueueTest, RandomWalkNeverLeasesATaskTwiceAndEnds) {
       if (next->kind == JobStep::Kind::kCommit) {
         queue_->CommitFinished(next->job_id, v1::ManifestReference());
       } else if (next->kind == JobStep::Kind::kRemove) {
-        queue_->RemoveFinished(next->job_id, absl::OkStatus());
+        queue_->CleanFinished(next->job_id, absl::OkStatus());
       }
     }
     // Of leases that are desired now, no two name the same task.
@@ -1317,7 +1375,7 @@ TEST_F(JobQueueTest, RemovalsAtOneDestinationFollowEachOther) {
   queue_->Tick();
   ExpectStep(JobStep::Kind::kRemove, "job-1");
   EXPECT_FALSE(queue_->NextStep().has_value());
-  queue_->RemoveFinished("job-1", absl::OkStatus());
+  queue_->CleanFinished("job-1", absl::OkStatus());
   ExpectStep(JobStep::Kind::kRemove, "job-2");
 }
 

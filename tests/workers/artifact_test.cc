@@ -2,6 +2,7 @@
 
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <map>
 #include <ostream>
@@ -686,6 +687,39 @@ TEST(RemoveJobOutput, RemovesWhatAnUnfinishedCommitCreated) {
   EXPECT_EQ(Inspect(artifact).done, AllTasks(artifact.plan()));
   ASSERT_TRUE(RemoveJobOutput(artifact.plan(), artifact.destination()).ok());
   EXPECT_THAT(artifact.Keys(), ElementsAre("config.json"));
+}
+
+TEST(RemoveUnrecorded, KeepsRecordedPartsForTheNextRun) {
+  TestArtifact artifact;
+  std::filesystem::create_directories(artifact.destination_path());
+  WriteFileBytes(artifact.Path("notes.txt"), "mine");
+  ASSERT_TRUE(artifact.Prepare().ok());
+  ASSERT_TRUE(artifact.Commit().ok());
+  std::filesystem::remove(artifact.Path("manifest.json"));  // killed before it
+  const std::string journal = JournalOf(artifact.plan(), 0, 1);
+  std::filesystem::remove(artifact.Path(journal));  // killed before that part was recorded
+  const DestinationState before = Inspect(artifact);
+  ASSERT_TRUE(RemoveUnrecorded(artifact.plan(), artifact.destination()).ok());
+  EXPECT_EQ(Inspect(artifact).done, before.done);
+  std::vector<std::string> visible;
+  for (const std::string& key : artifact.Keys()) {
+    if (!absl::StartsWith(key, kWorkPrefix)) visible.push_back(key);
+  }
+  std::vector<std::string> want = {"notes.txt"};
+  for (const PlannedPart& part : PlannedParts(artifact.plan())) {
+    const std::string key = PlannedRecord(artifact.plan(), part)->file().key();
+    if (!absl::EndsWith(key, "rank-0-part-1.safetensors")) want.push_back(key);
+  }
+  std::sort(want.begin(), want.end());
+  EXPECT_EQ(visible, want);
+}
+
+TEST(RemoveUnrecorded, ACommittedArtefactStays) {
+  TestArtifact artifact;
+  artifact.Make();
+  const std::vector<std::string> keys = artifact.Keys();
+  ASSERT_TRUE(RemoveUnrecorded(artifact.plan(), artifact.destination()).ok());
+  EXPECT_EQ(artifact.Keys(), keys);
 }
 
 TEST(CommitArtifact, RefusesBesideTheJournalOfAnotherJob) {

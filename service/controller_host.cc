@@ -81,7 +81,9 @@ class Host : public ControllerHost {
     SP_RETURN_IF_ERROR(StartController());
     SP_ASSIGN_OR_RETURN(server_, Server::Start({.listen = options_.listen,
                                                 .security = options_.security,
-                                                .reflection = options_.reflection},
+                                                .roles = options_.roles,
+                                                .reflection = options_.reflection,
+                                                .health_listen = options_.health_listen},
                                                controller_.get()));
     if (!options_.metrics_listen.empty()) {
       SP_ASSIGN_OR_RETURN(metrics_server_,
@@ -99,6 +101,10 @@ class Host : public ControllerHost {
   }
 
   const std::vector<std::string>& addresses() const override { return server_->addresses(); }
+
+  std::string health_address() const override {
+    return server_ == nullptr ? "" : server_->health_address();
+  }
 
   std::string metrics_address() const override {
     return metrics_server_ == nullptr ? "" : metrics_server_->address();

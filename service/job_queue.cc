@@ -963,6 +963,7 @@ void JobQueue::CloseLease(const std::string& lease_id, QueueEvent::Kind outcome,
                              .worker_id = lease->worker_id,
                              .lease_id = lease->id,
                              .region = lease->region,
+                             .ranks = RankText(lease->ranks),
                              .rank_count = static_cast<int32_t>(
                                  lease->ranks.size() - (cause.ok() ? 0 : lease->completed.size())),
                              .attempt = lease->attempt,
@@ -1079,6 +1080,7 @@ bool JobQueue::GrantFrom(Job& job, Worker& worker) {
                                .worker_id = worker.id,
                                .lease_id = lease->id,
                                .region = lease->region,
+                               .ranks = RankText(lease->ranks),
                                .rank_count = static_cast<int32_t>(lease->ranks.size()),
                                .attempt = lease->attempt});
     job.leased_ever = true;

@@ -7,13 +7,13 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <optional>
+#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "kernels/device_choice.h"
 #include "kernels/profile.h"
-#include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
 #include "workers/byte_size.h"
 #include "workers/object_names.h"
@@ -435,12 +435,12 @@ Finding CheckTarget(const AlignmentPolicy& policy, const std::string& backend,
 
 Finding CheckDevice(const std::string& device) {
   constexpr char kSubject[] = "device";
-  const auto choice = ChooseDevice(device);
-  const auto shuffler = choice.ok() ? MakeShuffler(*choice) : choice.status();
-  if (!shuffler.ok()) {
-    return Bad(kSubject, shuffler.status(), "--device cpu gives the same bytes without a GPU");
+  const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const auto chosen = OpenDevice(device, threads);
+  if (!chosen.ok()) {
+    return Bad(kSubject, chosen.status(), "--device cpu gives the same bytes without a GPU");
   }
-  return Ok(kSubject, absl::StrCat((*shuffler)->name(), ": ", choice->reason));
+  return Ok(kSubject, absl::StrCat(chosen->shuffler->name(), ": ", chosen->reason));
 }
 
 }  // namespace shardprep

@@ -53,7 +53,8 @@ Finding CheckTarget(const AlignmentPolicy& policy, const std::string& backend,
                     const std::string& activation, const std::string& architecture,
                     const std::string& profile);
 
-// Where shuffles would run for `device` (kernels/shuffle.h).
+// Where shuffles would run for `device` (kernels/device_choice.h), with all threads of this
+// machine.
 Finding CheckDevice(const std::string& device);
 
 }  // namespace shardprep

@@ -63,6 +63,10 @@ class ControllerHost {
   // INVALID_ARGUMENT naming the number that is out of its range.
   static absl::StatusOr<std::unique_ptr<ControllerHost>> Start(
       const ControllerHostOptions& options);
+  // What Start() would refuse of the options by looking at them and at the files that they name.
+  // Listens on nothing, and does not touch the state directory.
+  static absl::Status Check(const ControllerHostOptions& options);
+
   // Drain(absl::ZeroDuration()).
   virtual ~ControllerHost() = default;
 

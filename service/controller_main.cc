@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -115,7 +116,15 @@ absl::Status CheckDrainGrace() {
                                                  absl::FormatDuration(kMaxDrainGrace)));
 }
 
-int Main() {
+// What is wrong with the options, without starting.
+int Validate(const std::string& config, const absl::StatusOr<ControllerHostOptions>& options) {
+  std::fputs(config.c_str(), stdout);
+  const absl::Status status = options.ok() ? ControllerHost::Check(*options) : options.status();
+  return status.ok() ? 0 : Fail(status);
+}
+
+// `config` is the effective configuration when that is all that is wanted.
+int Main(const std::optional<std::string>& config) {
   // Blocked before the first thread is made, so that only sigwait() takes them.
   sigset_t endings;
   sigemptyset(&endings);
@@ -127,6 +136,7 @@ int Main() {
   SetLeastLogLevel(*level);
   if (absl::Status status = CheckDrainGrace(); !status.ok()) return Fail(status);
   const absl::StatusOr<ControllerHostOptions> options = OptionsFromFlags();
+  if (config.has_value()) return Validate(*config, options);
   if (!options.ok()) return Fail(options.status());
   const absl::StatusOr<std::unique_ptr<ControllerHost>> host = ControllerHost::Start(*options);
   if (!host.ok()) return Fail(host.status());
@@ -160,8 +170,9 @@ int Main() {
 }  // namespace shardprep
 
 int main(int argc, char** argv) {
-  shardprep::ParseProgramFlags(argc, argv,
-                               "Takes prep jobs over gRPC and hands them to workers.\n\n"
-                               "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
-  return shardprep::Main();
+  const auto config = shardprep::ParseProgramFlags(
+      argc, argv,
+      "Takes prep jobs over gRPC and hands them to workers.\n\n"
+      "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
+  return shardprep::Main(config);
 }

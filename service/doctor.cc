@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
-#include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -17,6 +16,7 @@
 #include "kernels/status_macros.h"
 #include "workers/byte_size.h"
 #include "workers/object_names.h"
+#include "workers/resources.h"
 
 namespace shardprep {
 namespace {
@@ -435,8 +435,7 @@ Finding CheckTarget(const AlignmentPolicy& policy, const std::string& backend,
 
 Finding CheckDevice(const std::string& device) {
   constexpr char kSubject[] = "device";
-  const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  const auto chosen = OpenDevice(device, threads);
+  const auto chosen = OpenDevice(device, DefaultThreads());
   if (!chosen.ok()) {
     return Bad(kSubject, chosen.status(), "--device cpu gives the same bytes without a GPU");
   }

@@ -119,6 +119,8 @@ class RenderedTest(unittest.TestCase):
             for volume in pod["volumes"]:
                 if "secret" in volume:
                     self.assertIn(volume["secret"]["secretName"], SECRETS_FROM_OUTSIDE)
+                if "configMap" in volume:
+                    self.assertIn(("ConfigMap", volume["configMap"]["name"]), there)
                 if "persistentVolumeClaim" in volume:
                     self.assertIn(("PersistentVolumeClaim",
                                    volume["persistentVolumeClaim"]["claimName"]), there)
@@ -354,6 +356,7 @@ class BinariesTest(TestCase):
     def arguments_of(self, name, owner, **changed):
         """The rendered arguments, but for addresses, places and devices that are not here."""
         places = {"/data/": f"{self.dir}/data/",
+                  "/etc/shardprep/": f"{kustomize.K8S}/base/",
                   "/var/run/secrets/shardprep/tls/": f"{self.dir}/certificates/{owner}/"}
         arguments = []
         for argument in container_of(name, owner)["args"]:

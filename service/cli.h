@@ -48,6 +48,7 @@ int RunList(const CliContext& context, const CliArguments& arguments);
 int RunWatch(const CliContext& context, const CliArguments& arguments);
 int RunCancel(const CliContext& context, const CliArguments& arguments);
 int RunVerify(const CliContext& context, const CliArguments& arguments);
+int RunDoctor(const CliContext& context, const CliArguments& arguments);
 int RunSign(const CliContext& context, const CliArguments& arguments);
 int RunFetch(const CliContext& context, const CliArguments& arguments);
 int RunLayout(const CliContext& context, const CliArguments& arguments);

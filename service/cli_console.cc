@@ -56,6 +56,7 @@ void HandleAbort() {
 std::string LinesForPeople(const std::string& lines) {
   std::string kept;
   for (const absl::string_view line : absl::StrSplit(lines, '\n', absl::SkipEmpty())) {
+    if (absl::StartsWith(line, "level=audit ")) continue;
     if (!absl::StartsWith(line, "level=info ")) {
       absl::StrAppend(&kept, line, "\n");
     } else if (const size_t at = line.find(kDeviceChosen); at != line.npos) {

@@ -29,6 +29,7 @@ constexpr Command kCommands[] = {
     {"verify", "Reads an artefact back and proves every byte of it.", &RunVerify},
     {"sign", "Verifies an artefact and signs its manifest.", &RunSign},
     {"fetch", "Gets the files of some ranks, if they fit.", &RunFetch},
+    {"doctor", "Tries what jobs will need, and says what is missing.", &RunDoctor},
     {"layout", "Applies one layout to raw bytes; lists layouts.", &RunLayout},
     {"submit", "Gives a job to a running controller.", &RunSubmit},
     {"get", "Shows a job.", &RunGet},

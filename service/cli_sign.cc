@@ -1,9 +1,7 @@
 // `shardprep sign`: verifies an artefact that is there, and signs its manifest.
-#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "kernels/status_macros.h"
 #include "service/cli.h"
@@ -13,6 +11,7 @@
 #include "service/progress_line.h"
 #include "workers/artifact.h"
 #include "workers/open_store.h"
+#include "workers/resources.h"
 #include "workers/signature.h"
 #include "workers/verify.h"
 
@@ -41,7 +40,7 @@ absl::StatusOr<Signed> Sign(const CliContext& context, const SignFlags& flags) {
   SP_ASSIGN_OR_RETURN(const auto artifact, OpenStore(uri, {.s3 = s3}));
   VerifyOptions options;
   options.s3 = s3;
-  options.threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  options.threads = DefaultThreads();
   std::unique_ptr<ObjectStore> source;
   if (!flags.source.empty()) {
     SP_ASSIGN_OR_RETURN(const std::string source_uri,

@@ -1,9 +1,7 @@
 // `shardprep verify`: reads an artefact back and proves it.
-#include <algorithm>
 #include <cstdio>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +13,7 @@
 #include "service/progress_line.h"
 #include "workers/byte_size.h"
 #include "workers/open_store.h"
+#include "workers/resources.h"
 #include "workers/verify.h"
 
 namespace shardprep {
@@ -29,7 +28,7 @@ struct VerifyFlags {
   std::string allow_source_root;
   std::vector<std::string> trust;
   S3CliFlags s3;
-  int64_t threads = std::max<int64_t>(1, std::thread::hardware_concurrency());
+  int64_t threads = DefaultThreads();
   int64_t memory_budget_bytes = int64_t{256} << 20;
 };
 

@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "google/protobuf/util/time_util.h"
 #include "kernels/status_macros.h"
+#include "service/audit.h"
 #include "service/controller_metrics.h"
 #include "workers/grpc_status.h"
 #include "workers/log.h"
@@ -706,6 +707,7 @@ void Controller::Report(const QueueEvent& event) const {
            {"state", v1::PrepJob::State_Name(event.state)},
            {"duration", event.duration},
            {"status", event.status}});
+      AuditEnd(event.job_id, event.state, event.status);
       break;
     case QueueEvent::Kind::kWorkerJoined:
       Log(level, "controller", text, {{"worker", event.worker_id}});
@@ -722,7 +724,7 @@ void Controller::Report(const QueueEvent& event) const {
            {"worker", event.worker_id},
            {"lease", event.lease_id},
            {"region", event.region},
-           {"rank_count", event.rank_count},
+           {"ranks", event.ranks},
            {"attempt", event.attempt},
            {"status", event.status}});
   }

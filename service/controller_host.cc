@@ -64,24 +64,40 @@ class Host : public ControllerHost {
 
   ~Host() override { Host::Drain(absl::ZeroDuration()); }
 
-  absl::Status Start() {
+  // All that can be said of the options without starting. Leaves the backend made.
+  absl::Status CheckOptions() {
     SP_RETURN_IF_ERROR(CheckNumbers());
     SP_RETURN_IF_ERROR(CheckDeviceName(options_.device));
     SP_RETURN_IF_ERROR(CheckAllowLists());
-    std::shared_ptr<const SigningKey> signer;
+    if (options_.listen.empty()) return absl::InvalidArgumentError("no address to listen on");
+    for (const std::string& address : options_.listen) {
+      SP_RETURN_IF_ERROR(CheckAddress(address, options_.security));
+    }
+    for (const std::string& address : {options_.health_listen, options_.metrics_listen}) {
+      if (address.empty()) continue;
+      SP_RETURN_IF_ERROR(CheckAddress(address, {.tls = {}, .allow_insecure = true}));
+    }
+    SP_RETURN_IF_ERROR(PeerPolicy::Make(options_.roles, options_.security).status());
     if (!options_.sign_key.empty()) {
-      SP_ASSIGN_OR_RETURN(signer, SigningKey::Read(options_.sign_key));
+      SP_ASSIGN_OR_RETURN(signer_, SigningKey::Read(options_.sign_key));
     }
     SP_ASSIGN_OR_RETURN(backend_, MakePrepBackend({.allow_source = options_.allow_source,
                                                    .allow_destination = options_.allow_destination,
                                                    .allow_source_root = options_.allow_source_root,
                                                    .s3 = options_.s3,
-                                                   .signer = signer}));
+                                                   .signer = signer_}));
+    return absl::OkStatus();
+  }
+
+  absl::Status Start() {
+    SP_RETURN_IF_ERROR(CheckOptions());
     SP_RETURN_IF_ERROR(OpenStore());
     SP_RETURN_IF_ERROR(StartController());
     SP_ASSIGN_OR_RETURN(server_, Server::Start({.listen = options_.listen,
                                                 .security = options_.security,
-                                                .reflection = options_.reflection},
+                                                .roles = options_.roles,
+                                                .reflection = options_.reflection,
+                                                .health_listen = options_.health_listen},
                                                controller_.get()));
     if (!options_.metrics_listen.empty()) {
       SP_ASSIGN_OR_RETURN(metrics_server_,
@@ -94,11 +110,15 @@ class Host : public ControllerHost {
          {"listen", absl::StrJoin(server_->addresses(), ",")},
          {"metrics", metrics_address()},
          {"local_workers", options_.local_workers},
-         {"signs_as", signer == nullptr ? "" : signer->key_id()}});
+         {"signs_as", signer_ == nullptr ? "" : signer_->key_id()}});
     return absl::OkStatus();
   }
 
   const std::vector<std::string>& addresses() const override { return server_->addresses(); }
+
+  std::string health_address() const override {
+    return server_ == nullptr ? "" : server_->health_address();
+  }
 
   std::string metrics_address() const override {
     return metrics_server_ == nullptr ? "" : metrics_server_->address();
@@ -247,6 +267,7 @@ class Host : public ControllerHost {
   std::unique_ptr<JobStore> store_;
   const std::shared_ptr<prometheus::Registry> registry_;
   ControllerMetrics metrics_;
+  std::shared_ptr<const SigningKey> signer_;
   std::unique_ptr<JobBackend> backend_;
   std::unique_ptr<Controller> controller_;
   std::unique_ptr<Server> server_;
@@ -256,6 +277,10 @@ class Host : public ControllerHost {
 };
 
 }  // namespace
+
+absl::Status ControllerHost::Check(const ControllerHostOptions& options) {
+  return Host(options).CheckOptions();
+}
 
 absl::StatusOr<std::unique_ptr<ControllerHost>> ControllerHost::Start(
     const ControllerHostOptions& options) {

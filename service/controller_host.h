@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "service/peer.h"
 #include "workers/grpc_channel.h"
 #include "workers/s3/s3_options.h"
 
@@ -20,7 +21,9 @@ struct ControllerHostOptions {
   // Addresses to listen on; a port 0 is chosen by the system.
   std::vector<std::string> listen;
   ConnectionSecurity security;
+  RoleNames roles;  // service/peer.h
   bool reflection = true;
+  std::string health_listen;   // plaintext, health only (service/server.h); empty: none
   std::string metrics_listen;  // empty: no metrics port
 
   // Directories and prefixes that jobs may name. Empty means any, which is for loopback and Unix
@@ -57,10 +60,13 @@ struct ControllerHostOptions {
 class ControllerHost {
  public:
   // Errors of OpenSqliteJobStore(), MakePrepBackend(), SigningKey::Read() and Server::Start();
-  // INVALID_ARGUMENT naming
-  // the number that is out of its range.
+  // INVALID_ARGUMENT naming the number that is out of its range.
   static absl::StatusOr<std::unique_ptr<ControllerHost>> Start(
       const ControllerHostOptions& options);
+  // What Start() would refuse of the options by looking at them and at the files that they name.
+  // Listens on nothing, and does not touch the state directory.
+  static absl::Status Check(const ControllerHostOptions& options);
+
   // Drain(absl::ZeroDuration()).
   virtual ~ControllerHost() = default;
 
@@ -68,6 +74,8 @@ class ControllerHost {
   virtual const std::vector<std::string>& addresses() const = 0;
   // Empty without a metrics port.
   virtual std::string metrics_address() const = 0;
+  // Empty without health_listen.
+  virtual std::string health_address() const = 0;
 
   // Stops within `grace`, as numbered in controller_host.cc. Idempotent.
   virtual void Drain(absl::Duration grace) = 0;

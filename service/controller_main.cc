@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -24,11 +25,19 @@ ABSL_FLAG(std::vector<std::string>, listen, std::vector<std::string>({"127.0.0.1
           "Addresses to listen on: host:port or unix:/path.");
 ABSL_FLAG(std::string, metrics_listen, "",
           "Address for Prometheus, for example 0.0.0.0:9464. Empty: none.");
+ABSL_FLAG(std::string, health_listen, "",
+          "Address for gRPC health checks alone, in plaintext, for probes that cannot show a "
+          "certificate: 0.0.0.0:7071. Empty: none.");
 ABSL_FLAG(bool, reflection, true, "Serve gRPC reflection.");
 ABSL_FLAG(std::string, tls_cert, "",
           "PEM certificate of the controller; reloaded when it changes.");
 ABSL_FLAG(std::string, tls_key, "", "PEM key of the controller.");
 ABSL_FLAG(std::string, tls_ca, "", "PEM certificates that sign those of clients and workers.");
+ABSL_FLAG(std::vector<std::string>, caller_names, {},
+          "With TLS: names of certificates that may create, watch and cancel jobs; * stands for "
+          "characters other than . and /. Empty, as --worker_names then has to be: all.");
+ABSL_FLAG(std::vector<std::string>, worker_names, {},
+          "With TLS: names of certificates that may take work. Local workers show --tls_cert.");
 ABSL_FLAG(bool, allow_insecure, false, "Allow plaintext on addresses that are not local.");
 ABSL_FLAG(std::vector<std::string>, allow_source, {},
           "Directories or s3:// prefixes that jobs may read; needed off loopback.");
@@ -77,6 +86,9 @@ absl::StatusOr<ControllerHostOptions> OptionsFromFlags() {
                               .key = absl::GetFlag(FLAGS_tls_key),
                               .ca = absl::GetFlag(FLAGS_tls_ca)},
                       .allow_insecure = absl::GetFlag(FLAGS_allow_insecure)};
+  options.roles = {.callers = absl::GetFlag(FLAGS_caller_names),
+                   .workers = absl::GetFlag(FLAGS_worker_names)};
+  options.health_listen = absl::GetFlag(FLAGS_health_listen);
   options.reflection = absl::GetFlag(FLAGS_reflection);
   options.metrics_listen = absl::GetFlag(FLAGS_metrics_listen);
   options.allow_source = absl::GetFlag(FLAGS_allow_source);
@@ -104,7 +116,15 @@ absl::Status CheckDrainGrace() {
                                                  absl::FormatDuration(kMaxDrainGrace)));
 }
 
-int Main() {
+// What is wrong with the options, without starting.
+int Validate(const std::string& config, const absl::StatusOr<ControllerHostOptions>& options) {
+  std::fputs(config.c_str(), stdout);
+  const absl::Status status = options.ok() ? ControllerHost::Check(*options) : options.status();
+  return status.ok() ? 0 : Fail(status);
+}
+
+// `config` is the effective configuration when that is all that is wanted.
+int Main(const std::optional<std::string>& config) {
   // Blocked before the first thread is made, so that only sigwait() takes them.
   sigset_t endings;
   sigemptyset(&endings);
@@ -116,6 +136,7 @@ int Main() {
   SetLeastLogLevel(*level);
   if (absl::Status status = CheckDrainGrace(); !status.ok()) return Fail(status);
   const absl::StatusOr<ControllerHostOptions> options = OptionsFromFlags();
+  if (config.has_value()) return Validate(*config, options);
   if (!options.ok()) return Fail(options.status());
   const absl::StatusOr<std::unique_ptr<ControllerHost>> host = ControllerHost::Start(*options);
   if (!host.ok()) return Fail(host.status());
@@ -126,6 +147,9 @@ int Main() {
   // For whoever started us with port 0.
   for (const std::string& address : (*host)->addresses()) {
     std::printf("listening on %s\n", address.c_str());
+  }
+  if (const std::string health = (*host)->health_address(); !health.empty()) {
+    std::printf("health on %s\n", health.c_str());
   }
   if (const std::string metrics = (*host)->metrics_address(); !metrics.empty()) {
     std::printf("metrics on %s\n", metrics.c_str());
@@ -146,8 +170,9 @@ int Main() {
 }  // namespace shardprep
 
 int main(int argc, char** argv) {
-  shardprep::ParseProgramFlags(argc, argv,
-                               "Takes prep jobs over gRPC and hands them to workers.\n\n"
-                               "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
-  return shardprep::Main();
+  const auto config = shardprep::ParseProgramFlags(
+      argc, argv,
+      "Takes prep jobs over gRPC and hands them to workers.\n\n"
+      "  shardprep-controller --listen=127.0.0.1:7070 --local_workers=1");
+  return shardprep::Main(config);
 }

@@ -984,6 +984,7 @@ void JobQueue::CloseLease(const std::string& lease_id, QueueEvent::Kind outcome,
                              .worker_id = lease->worker_id,
                              .lease_id = lease->id,
                              .region = lease->region,
+                             .ranks = RankText(lease->ranks),
                              .rank_count = static_cast<int32_t>(
                                  lease->ranks.size() - (cause.ok() ? 0 : lease->completed.size())),
                              .attempt = lease->attempt,
@@ -1100,6 +1101,7 @@ bool JobQueue::GrantFrom(Job& job, Worker& worker) {
                                .worker_id = worker.id,
                                .lease_id = lease->id,
                                .region = lease->region,
+                               .ranks = RankText(lease->ranks),
                                .rank_count = static_cast<int32_t>(lease->ranks.size()),
                                .attempt = lease->attempt});
     job.wrote = true;

@@ -104,6 +104,7 @@ struct QueueEvent {
   std::string worker_id;
   std::string lease_id;
   int32_t region = -1;
+  std::string ranks;       // of the lease, for people: "rank 3", "ranks 0,1"
   int32_t rank_count = 0;  // of the lease; for failures those left undone
   int32_t attempt = 0;
   int32_t lost_leases = 0;                                    // kWorkerLeft

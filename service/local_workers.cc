@@ -16,11 +16,13 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/clock.h"
 #include "workers/log.h"
+#include "workers/program_flags.h"
 
 namespace shardprep {
 namespace {
@@ -60,9 +62,15 @@ absl::StatusOr<Process> Spawn(const std::string& program, std::vector<std::strin
   posix_spawnattr_setsigmask(&attributes, &none);
   posix_spawnattr_setsigdefault(&attributes, &all);
   posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  // The flags of a worker are the arguments; variables with flags are the controller's own.
+  std::vector<char*> environment;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (!absl::StartsWith(*variable, kFlagVariablePrefix)) environment.push_back(*variable);
+  }
+  environment.push_back(nullptr);
   Process process;
-  const int error =
-      ::posix_spawn(&process.pid, program.c_str(), &actions, &attributes, argv.data(), environ);
+  const int error = ::posix_spawn(&process.pid, program.c_str(), &actions, &attributes, argv.data(),
+                                  environment.data());
   posix_spawnattr_destroy(&attributes);
   posix_spawn_file_actions_destroy(&actions);
   ::close(ends[0]);

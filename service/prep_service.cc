@@ -11,7 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/status_macros.h"
+#include "service/audit.h"
 #include "service/controller.h"
+#include "service/peer.h"
 #include "shardprep/v1/prep.grpc.pb.h"
 #include "workers/grpc_status.h"
 
@@ -170,16 +172,24 @@ class WatchReactor : public grpc::ServerWriteReactor<v1::PrepJob>, public JobObs
   v1::PrepJob message_;  // belongs to gRPC while writing_
 };
 
+// Answers a stream with an error.
+class RefusedWatch : public grpc::ServerWriteReactor<v1::PrepJob> {
+ public:
+  explicit RefusedWatch(const absl::Status& status) { Finish(ToGrpcStatus(status)); }
+  void OnDone() override { delete this; }
+};
+
 class PrepServiceImpl : public v1::PrepService::CallbackService {
  public:
-  explicit PrepServiceImpl(Controller* controller) : controller_(controller) {}
+  PrepServiceImpl(Controller* controller, const PeerPolicy* peers)
+      : controller_(controller), peers_(peers) {}
 
   grpc::ServerUnaryReactor* PlanPrepJob(grpc::CallbackServerContext* context,
                                         const v1::PlanPrepJobRequest* request,
                                         v1::PlanSummary* response) override {
-    if (absl::Status status = CheckSpec(request->spec()); !status.ok()) {
-      return Answer<v1::PlanSummary>(context, status, response);
-    }
+    absl::Status status = CheckCaller(PeerOf(*context), "PlanPrepJob");
+    if (status.ok()) status = CheckSpec(request->spec());
+    if (!status.ok()) return Answer<v1::PlanSummary>(context, status, response);
     auto* reactor = new LaterReactor<v1::PlanSummary>(response);
     controller_->Plan(
         *request, [cancelled = reactor->cancelled()] { return cancelled->load(); },
@@ -190,19 +200,30 @@ class PrepServiceImpl : public v1::PrepService::CallbackService {
   grpc::ServerUnaryReactor* CreatePrepJob(grpc::CallbackServerContext* context,
                                           const v1::CreatePrepJobRequest* request,
                                           v1::PrepJob* response) override {
-    if (absl::Status status = CheckSpec(request->spec()); !status.ok()) {
+    const Peer peer = PeerOf(*context);
+    absl::Status status = CheckCaller(peer, "CreatePrepJob");
+    if (!status.ok()) return Answer<v1::PrepJob>(context, status, response);
+    status = CheckSpec(request->spec());
+    if (!status.ok()) {
+      AuditCreate(peer.text, *request, status);
       return Answer<v1::PrepJob>(context, status, response);
     }
     auto* reactor = new LaterReactor<v1::PrepJob>(response);
+    // The request belongs to the call, and is there until the reactor has finished.
     controller_->Create(
         *request, [cancelled = reactor->cancelled()] { return cancelled->load(); },
-        [reactor](absl::StatusOr<v1::PrepJob> r) { reactor->Deliver(std::move(r)); });
+        [reactor, who = peer.text, request](absl::StatusOr<v1::PrepJob> r) {
+          AuditCreate(who, *request, r.status());
+          reactor->Deliver(std::move(r));
+        });
     return reactor;
   }
 
   grpc::ServerUnaryReactor* GetPrepJob(grpc::CallbackServerContext* context,
                                        const v1::GetPrepJobRequest* request,
                                        v1::PrepJob* response) override {
+    const absl::Status allowed = CheckCaller(PeerOf(*context), "GetPrepJob");
+    if (!allowed.ok()) return Answer<v1::PrepJob>(context, allowed, response);
     absl::StatusOr<JobView> view = controller_->Get(request->prep_job_id());
     if (!view.ok()) return Answer<v1::PrepJob>(context, view.status(), response);
     return Answer<v1::PrepJob>(context, std::move(view->job), response);
@@ -211,38 +232,56 @@ class PrepServiceImpl : public v1::PrepService::CallbackService {
   grpc::ServerUnaryReactor* ListPrepJobs(grpc::CallbackServerContext* context,
                                          const v1::ListPrepJobsRequest* request,
                                          v1::ListPrepJobsResponse* response) override {
+    const absl::Status allowed = CheckCaller(PeerOf(*context), "ListPrepJobs");
+    if (!allowed.ok()) return Answer<v1::ListPrepJobsResponse>(context, allowed, response);
     return Answer(context, controller_->List(*request), response);
   }
 
-  grpc::ServerUnaryReactor* CancelPrepJob(grpc::CallbackServerContext* /*context*/,
+  grpc::ServerUnaryReactor* CancelPrepJob(grpc::CallbackServerContext* context,
                                           const v1::CancelPrepJobRequest* request,
                                           v1::PrepJob* response) override {
+    const Peer peer = PeerOf(*context);
+    const absl::Status allowed = CheckCaller(peer, "CancelPrepJob");
+    if (!allowed.ok()) return Answer<v1::PrepJob>(context, allowed, response);
     auto* reactor = new LaterReactor<v1::PrepJob>(response);
-    controller_->Cancel(request->prep_job_id(), [reactor](absl::StatusOr<v1::PrepJob> r) {
-      reactor->Deliver(std::move(r));
-    });
+    controller_->Cancel(request->prep_job_id(),
+                        [reactor, who = peer.text, request](absl::StatusOr<v1::PrepJob> r) {
+                          AuditCancel(who, request->prep_job_id(), r.status());
+                          reactor->Deliver(std::move(r));
+                        });
     return reactor;
   }
 
   grpc::ServerWriteReactor<v1::PrepJob>* WatchPrepJob(
-      grpc::CallbackServerContext* /*context*/, const v1::WatchPrepJobRequest* request) override {
+      grpc::CallbackServerContext* context, const v1::WatchPrepJobRequest* request) override {
+    const absl::Status allowed = CheckCaller(PeerOf(*context), "WatchPrepJob");
+    if (!allowed.ok()) return new RefusedWatch(allowed);
     return WatchReactor::Start(controller_, request->prep_job_id());
   }
 
   grpc::ServerUnaryReactor* GetManifest(grpc::CallbackServerContext* context,
                                         const v1::GetManifestRequest* request,
                                         v1::ManifestReference* response) override {
+    const absl::Status allowed = CheckCaller(PeerOf(*context), "GetManifest");
+    if (!allowed.ok()) return Answer<v1::ManifestReference>(context, allowed, response);
     return Answer(context, controller_->GetManifest(request->prep_job_id()), response);
   }
 
  private:
+  absl::Status CheckCaller(const Peer& peer, const char* method) const {
+    absl::Status status = peers_->Check(peer, PeerRole::kCaller, method);
+    if (!status.ok()) AuditRefusal(peer.text, method, status);
+    return status;
+  }
+
   Controller* const controller_;
+  const PeerPolicy* const peers_;
 };
 
 }  // namespace
 
-std::unique_ptr<grpc::Service> MakePrepService(Controller* controller) {
-  return std::make_unique<PrepServiceImpl>(controller);
+std::unique_ptr<grpc::Service> MakePrepService(Controller* controller, const PeerPolicy* peers) {
+  return std::make_unique<PrepServiceImpl>(controller, peers);
 }
 
 }  // namespace shardprep

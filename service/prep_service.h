@@ -1,5 +1,8 @@
 // PrepService over the controller: checks what comes off the wire, and turns the controller's
 // callbacks into gRPC reactors. Nothing here blocks.
+//
+// Each CreatePrepJob and CancelPrepJob, and every call that its peer may not make, leaves an audit
+// line: who, method, job, source, destinations, and how it was answered.
 #pragma once
 
 #include <memory>
@@ -11,8 +14,9 @@ class Service;
 namespace shardprep {
 
 class Controller;
+class PeerPolicy;
 
-// The controller must outlive the service and every call in hand.
-std::unique_ptr<grpc::Service> MakePrepService(Controller* controller);
+// Controller and policy must outlive the service and every call in hand. Only callers may call.
+std::unique_ptr<grpc::Service> MakePrepService(Controller* controller, const PeerPolicy* peers);
 
 }  // namespace shardprep

@@ -8,7 +8,9 @@
 
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "service/audit.h"
 #include "service/controller.h"
+#include "service/peer.h"
 #include "shardprep/v1/worker.grpc.pb.h"
 #include "workers/grpc_status.h"
 
@@ -50,11 +52,20 @@ class SynchronizeReactor : public grpc::ServerUnaryReactor {
 
 class WorkerServiceImpl : public v1::WorkerService::CallbackService {
  public:
-  explicit WorkerServiceImpl(Controller* controller) : controller_(controller) {}
+  WorkerServiceImpl(Controller* controller, const PeerPolicy* peers)
+      : controller_(controller), peers_(peers) {}
 
   grpc::ServerUnaryReactor* Synchronize(grpc::CallbackServerContext* context,
                                         const v1::SynchronizeRequest* request,
                                         v1::SynchronizeResponse* response) override {
+    const Peer peer = PeerOf(*context);
+    const absl::Status allowed = peers_->Check(peer, PeerRole::kWorker, "Synchronize");
+    if (!allowed.ok()) {
+      AuditRefusal(peer.text, "Synchronize", allowed);
+      grpc::ServerUnaryReactor* const refusal = context->DefaultReactor();
+      refusal->Finish(ToGrpcStatus(allowed));
+      return refusal;
+    }
     const absl::Duration left = absl::FromChrono(context->deadline()) - absl::Now();
     auto* reactor = new SynchronizeReactor(controller_, response);
     reactor->Call(*request, left - kDeadlineMargin);
@@ -63,12 +74,13 @@ class WorkerServiceImpl : public v1::WorkerService::CallbackService {
 
  private:
   Controller* const controller_;
+  const PeerPolicy* const peers_;
 };
 
 }  // namespace
 
-std::unique_ptr<grpc::Service> MakeWorkerService(Controller* controller) {
-  return std::make_unique<WorkerServiceImpl>(controller);
+std::unique_ptr<grpc::Service> MakeWorkerService(Controller* controller, const PeerPolicy* peers) {
+  return std::make_unique<WorkerServiceImpl>(controller, peers);
 }
 
 }  // namespace shardprep

@@ -11,8 +11,9 @@ class Service;
 namespace shardprep {
 
 class Controller;
+class PeerPolicy;
 
-// The controller must outlive the service and every call in hand.
-std::unique_ptr<grpc::Service> MakeWorkerService(Controller* controller);
+// Controller and policy must outlive the service and every call in hand. Only workers may call.
+std::unique_ptr<grpc::Service> MakeWorkerService(Controller* controller, const PeerPolicy* peers);
 
 }  // namespace shardprep

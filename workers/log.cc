@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cctype>
 
@@ -57,6 +58,8 @@ const char* LogLevelName(LogLevel level) {
       return "warning";
     case LogLevel::kError:
       return "error";
+    case LogLevel::kAudit:
+      return "audit";
   }
   return "error";
 }
@@ -88,6 +91,20 @@ std::string FormatLogLine(LogLevel level, absl::Time time, const char* component
   }
   line.push_back('\n');
   return line;
+}
+
+std::string UriWithoutSecrets(const std::string& uri) {
+  const size_t scheme = uri.find("://");
+  if (scheme == std::string::npos) return uri;
+  const size_t host = scheme + 3;
+  const size_t end = std::min(uri.find_first_of("?#", host), uri.size());
+  const size_t path = std::min(uri.find('/', host), end);
+  size_t begin = host;
+  // A password may hold a slash, and a host has no colon but before its port.
+  const size_t colon = uri.find(':', host);
+  const size_t at = uri.rfind('@', colon < path ? end - 1 : path);
+  if (at != std::string::npos && at >= host) begin = at + 1;
+  return absl::StrCat(uri.substr(0, host), uri.substr(begin, end - begin));
 }
 
 void Log(LogLevel level, const char* component, const std::string& message,

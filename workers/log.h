@@ -4,7 +4,7 @@
 //
 // A value stands bare when it is made of letters, digits and -._/:+@%,=[] only; else it is quoted,
 // with \" \\ \n \t and \xNN escapes, so a line is always one line. What the caller passes is what
-// is printed: never pass credentials, and pass signed URIs only without their query.
+// is printed: never pass credentials, and URIs that people gave only by UriWithoutSecrets().
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,11 @@
 
 namespace shardprep {
 
-enum class LogLevel { kInfo, kWarning, kError };
+// kAudit is for who asked for what: such lines are written whatever the least level is.
+enum class LogLevel { kInfo, kWarning, kError, kAudit };
 
-// "info", "warning", "error". Parsing: INVALID_ARGUMENT for anything else.
+// "info", "warning", "error", "audit". Parsing takes the first three: INVALID_ARGUMENT for anything
+// else.
 const char* LogLevelName(LogLevel level);
 absl::StatusOr<LogLevel> ParseLogLevel(const std::string& name);
 
@@ -48,6 +50,10 @@ struct LogField {
 // The line for an event, with its newline. Pure, for tests.
 std::string FormatLogLine(LogLevel level, absl::Time time, const char* component,
                           const std::string& message, std::initializer_list<LogField> fields);
+
+// A URI without user information, query and fragment, in which some tools put credentials:
+// "s3://key:sec/ret@bucket/p?sig=1" is "s3://bucket/p". Paths, and `@` in a path, stay as they are.
+std::string UriWithoutSecrets(const std::string& uri);
 
 // Writes the line with one write(2), so lines of threads and of processes that share stderr do not
 // mix. Thread safe. A failing write is ignored: there is nowhere left to say so.

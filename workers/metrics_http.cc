@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "workers/process_metrics.h"
 
 namespace shardprep {
 namespace {
@@ -60,7 +61,7 @@ void Poke(int port, bool ipv6) {
 class CivetMetricsServer : public MetricsServer {
  public:
   CivetMetricsServer(std::shared_ptr<prometheus::Registry> registry, std::function<bool()> alive)
-      : registry_(std::move(registry)), alive_(std::move(alive)) {}
+      : registry_(std::move(registry)), alive_(std::move(alive)), process_(*registry_) {}
 
   // mg_stop() waits for a poll(2) of up to two seconds on the listening socket; connecting to it
   // ends the poll at once.
@@ -125,7 +126,8 @@ class CivetMetricsServer : public MetricsServer {
   }
 
   static int ServeMetrics(mg_connection* connection, void* self) {
-    const auto* server = static_cast<const CivetMetricsServer*>(self);
+    auto* server = static_cast<CivetMetricsServer*>(self);
+    server->process_.Update();
     const prometheus::TextSerializer serializer;
     return Answer(connection, 200, "OK", "text/plain; version=0.0.4; charset=utf-8",
                   serializer.Serialize(server->registry_->Collect()));
@@ -140,6 +142,7 @@ class CivetMetricsServer : public MetricsServer {
 
   const std::shared_ptr<prometheus::Registry> registry_;
   const std::function<bool()> alive_;
+  ProcessMetrics process_;
   mg_context* context_ = nullptr;
   int port_ = 0;
   bool ipv6_ = false;

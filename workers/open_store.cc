@@ -15,6 +15,7 @@
 #include "absl/strings/strip.h"
 #include "kernels/status_macros.h"
 #include "workers/directory_store.h"
+#include "workers/log.h"
 #include "workers/object_names.h"
 #include "workers/s3/s3_store.h"
 
@@ -25,7 +26,7 @@ constexpr char kS3Scheme[] = "s3://";
 constexpr size_t kMaxUriBytes = 4096;  // PATH_MAX
 
 absl::Status BadUri(const std::string& uri, absl::string_view reason) {
-  const std::string shown = absl::CHexEscape(uri.substr(0, 300));
+  const std::string shown = absl::CHexEscape(UriWithoutSecrets(uri).substr(0, 300));
   return absl::InvalidArgumentError(absl::StrCat("URI \"", shown, "\": ", reason));
 }
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "google/rpc/status.pb.h"
 #include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
@@ -209,6 +210,17 @@ void Worker::Apply(const v1::SynchronizeRequest& request, const v1::SynchronizeR
   }
 }
 
+namespace {
+
+// "3", "0,1,2", for logs; replicated tensors are rank -1.
+std::string RanksOf(const v1::Lease& lease) {
+  return absl::StrJoin(lease.rank_tasks(), ",", [](std::string* out, const v1::RankTask& task) {
+    absl::StrAppend(out, task.rank());
+  });
+}
+
+}  // namespace
+
 void Worker::Start(const v1::Lease& lease, absl::Duration sent) {
   auto held = std::make_unique<HeldLease>();
   held->lease = lease;
@@ -217,7 +229,7 @@ void Worker::Start(const v1::Lease& lease, absl::Duration sent) {
       {{"job", lease.prep_job_id()},
        {"lease", lease.lease_id()},
        {"region", lease.region()},
-       {"ranks", lease.rank_tasks_size()},
+       {"ranks", RanksOf(lease)},
        {"attempt", lease.attempt()}});
   HeldLease& started = *held;
   absl::MutexLock lock(&mu_);
@@ -232,6 +244,7 @@ void Worker::WorkOn(HeldLease& held) {
       {{"job", held.lease.prep_job_id()},
        {"lease", held.lease.lease_id()},
        {"region", held.lease.region()},
+       {"ranks", RanksOf(held.lease)},
        {"attempt", held.lease.attempt()},
        {"status", status}});
   // Before the failure is told, so that the task is not leased to this worker again.

@@ -5,7 +5,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -23,6 +25,7 @@
 #include "workers/log.h"
 #include "workers/metrics_http.h"
 #include "workers/program_flags.h"
+#include "workers/resources.h"
 #include "workers/s3/s3_client.h"
 #include "workers/s3/s3_metrics.h"
 #include "workers/s3/s3_options.h"
@@ -34,8 +37,12 @@
 ABSL_FLAG(std::string, controller, "", "Address of the controller: unix:/path or host:port.");
 ABSL_FLAG(std::string, worker_id, "",
           "Unique name of this worker. Default: host name and process id.");
-ABSL_FLAG(std::string, memory_budget, "512MiB", "Memory that the worker's buffers may take.");
-ABSL_FLAG(int, threads, 0, "Threads that prepare. 0: one for each processor it may run on.");
+ABSL_FLAG(std::string, memory_budget, "auto",
+          "Memory that the worker's buffers may take. auto: 512MiB, or half of the control group's "
+          "limit where that is less.");
+ABSL_FLAG(int, threads, 0,
+          "Threads that prepare. 0: one for each processor that it may run on, and no more than "
+          "whole processors of its control group's quota.");
 ABSL_FLAG(std::string, device, "auto",
           "Where shuffles run: cpu, hip:N (GPU N; hip is hip:0), or auto:N: the faster of both, "
           "measured at start (auto is auto:0).");
@@ -125,14 +132,18 @@ std::shared_ptr<S3Connection> S3FromFlags(S3Observer* observer) {
   return nullptr;
 }
 
-int Main() {
+// `config` is the effective configuration when that is all that is wanted.
+int Main(const std::optional<std::string>& config) {
   Ending::BlockSignals();
+  if (config.has_value()) std::fputs(config->c_str(), stdout);
   const auto log_level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
   if (!log_level.ok()) return Fail(log_level.status());
   SetLeastLogLevel(*log_level);
   // A stopped worker cannot notice that its parent is gone; the kernel ends it all the same.
   if (absl::GetFlag(FLAGS_exit_with_stdin)) prctl(PR_SET_PDEATHSIG, SIGKILL);
-  const auto budget = ParseByteSize(absl::GetFlag(FLAGS_memory_budget));
+  const std::string budget_text = absl::GetFlag(FLAGS_memory_budget);
+  const absl::StatusOr<int64_t> budget =
+      budget_text == "auto" ? DefaultMemoryBudget(OwnCgroupLimits()) : ParseByteSize(budget_text);
   if (!budget.ok()) return Fail(budget.status());
   const int threads = absl::GetFlag(FLAGS_threads);
   if (threads < 0 || threads > kMaxThreads) {
@@ -143,7 +154,7 @@ int Main() {
   options.worker_id = absl::GetFlag(FLAGS_worker_id);
   if (options.worker_id.empty()) options.worker_id = DefaultWorkerId();
   options.memory_budget_bytes = *budget;
-  options.threads = threads > 0 ? threads : static_cast<int>(std::thread::hardware_concurrency());
+  options.threads = threads > 0 ? threads : DefaultThreads();
   options.allowed_source_roots = absl::GetFlag(FLAGS_allow_source_root);
 
   const auto device = OpenDevice(absl::GetFlag(FLAGS_device), options.threads);
@@ -158,11 +169,13 @@ int Main() {
                                     .allow_insecure = absl::GetFlag(FLAGS_allow_insecure)};
   const auto channel = MakeChannel(absl::GetFlag(FLAGS_controller), security);
   if (!channel.ok()) return Fail(channel.status());
+  if (config.has_value()) return 0;
   const auto link = MakeGrpcLink(*channel, kSynchronizeDeadline);
 
   const SystemClock clock;
   const auto registry = std::make_shared<prometheus::Registry>();
   WorkerMetrics metrics(*registry, kToolVersion);
+  metrics.SetMemoryBudget(*budget);
   S3Metrics s3_metrics(*registry);
   options.s3 = S3FromFlags(&s3_metrics);
   Worker worker(options, link.get(), device->shuffler.get(), &clock, &metrics);
@@ -185,9 +198,9 @@ int Main() {
 }  // namespace shardprep
 
 int main(int argc, char** argv) {
-  shardprep::ParseProgramFlags(
+  const auto config = shardprep::ParseProgramFlags(
       argc, argv,
       "Prepares what a shardprep controller leases to it, until SIGTERM.\n\n"
       "  shardprep-worker --controller=unix:/run/shardprep/controller.sock --memory_budget=512MiB");
-  return shardprep::Main();
+  return shardprep::Main(config);
 }

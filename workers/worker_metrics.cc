@@ -93,7 +93,9 @@ WorkerMetrics::WorkerMetrics(prometheus::Registry& registry, const std::string& 
           AddCounter(registry, "shardprep_ranks_completed_total", "Rank tasks recorded.")),
       last_rank_completed_(AddGauge(registry, "shardprep_last_rank_completed_timestamp_seconds",
                                     "When a rank task was last recorded.")),
-      leases_(AddGauge(registry, "shardprep_leases", "Leases held now.")) {
+      leases_(AddGauge(registry, "shardprep_leases", "Leases held now.")),
+      memory_budget_(AddGauge(registry, "shardprep_memory_budget_bytes",
+                              "Memory that the worker's buffers may take.")) {
   auto& stages = prometheus::BuildCounter()
                      .Name("shardprep_stage_seconds_total")
                      .Help("Seconds that threads spent in each stage.")
@@ -154,6 +156,10 @@ void WorkerMetrics::RankCompleted(absl::Time when, int64_t ranks) {
 void WorkerMetrics::RankFailed(absl::StatusCode code, int64_t ranks) {
   rank_failures_.at(code == absl::StatusCode::kOk ? "OTHER" : CodeLabel(code))
       ->Increment(double(ranks));
+}
+
+void WorkerMetrics::SetMemoryBudget(int64_t bytes) {
+  memory_budget_->Set(static_cast<double>(bytes));
 }
 
 void WorkerMetrics::SetLeases(int64_t held) { leases_->Set(double(held)); }

@@ -44,6 +44,8 @@ class WorkerMetrics {
   void RankFailed(absl::StatusCode code, int64_t ranks = 1);
 
   void SetLeases(int64_t held);
+  // What the buffers may take (--memory_budget).
+  void SetMemoryBudget(int64_t bytes);
   // One call of the object store, whatever its outcome.
   void StoreRequest(StoreOperation operation, absl::StatusCode code, absl::Duration latency);
 
@@ -58,6 +60,7 @@ class WorkerMetrics {
   std::map<std::string, prometheus::Counter*> rank_failures_;
   prometheus::Gauge* last_rank_completed_;
   prometheus::Gauge* leases_;
+  prometheus::Gauge* memory_budget_;
   std::map<std::pair<StoreOperation, std::string>, prometheus::Counter*> store_requests_;
   std::map<StoreOperation, prometheus::Histogram*> store_seconds_;
 };

@@ -6,10 +6,8 @@ import functools
 import pathlib
 import re
 import signal
-import socket
 import sys
 import unittest
-import urllib.request
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
@@ -121,6 +119,8 @@ class RenderedTest(unittest.TestCase):
             for volume in pod["volumes"]:
                 if "secret" in volume:
                     self.assertIn(volume["secret"]["secretName"], SECRETS_FROM_OUTSIDE)
+                if "configMap" in volume:
+                    self.assertIn(("ConfigMap", volume["configMap"]["name"]), there)
                 if "persistentVolumeClaim" in volume:
                     self.assertIn(("PersistentVolumeClaim",
                                    volume["persistentVolumeClaim"]["claimName"]), there)
@@ -201,6 +201,8 @@ class AgreementTest(unittest.TestCase):
                              ("shardprep-worker", {"metrics": "metrics_listen"})):
             container = container_of(name, owner)
             given = flags_of(container)
+            if "health_listen" in given:
+                flags["health"] = "health_listen"
             ports = {port["name"]: port["containerPort"] for port in container["ports"]}
             self.assertEqual(ports, {port: int(given[flag][0].rpartition(":")[2])
                                      for port, flag in flags.items()})
@@ -280,9 +282,24 @@ class AgreementTest(unittest.TestCase):
             mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
             for flag in tls:
                 self.assertIn(str(pathlib.PurePath(flags[flag][0]).parent), mounted)
-            # The kubelet's gRPC probes cannot speak TLS.
+            # The kubelet's gRPC probes cannot show a certificate.
             for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
-                self.assertFalse(tls and "grpc" in container.get(probe, {}), probe)
+                grpc = container.get(probe, {}).get("grpc")
+                if tls and grpc:
+                    self.assertEqual(flags["health_listen"], [f"0.0.0.0:{grpc['port']}"], probe)
+
+    def test_roles_are_the_names_in_the_certificates(self):
+        documents = documents_of("rocm, monitored, scaled, certificates")
+        names = {d["metadata"]["name"]: set(d["spec"]["dnsNames"]) for d in documents
+                 if d["kind"] == "Certificate" and "dnsNames" in d["spec"]}
+        flags = flags_of(container_of("rocm", "shardprep-controller"))
+        callers, workers = (set(flags[flag][0].split(",")) for flag in ("caller_names",
+                                                                        "worker_names"))
+        self.assertTrue(callers & names["shardprep-client"])
+        self.assertTrue(callers & names["shardprep-controller"])
+        self.assertFalse(callers & names["shardprep-worker"])
+        self.assertTrue(workers & names["shardprep-worker"])
+        self.assertFalse(workers & (names["shardprep-client"] | names["shardprep-controller"]))
 
     def test_certificates_name_what_is_called(self):
         documents = documents_of("rocm, monitored, scaled, certificates")
@@ -339,6 +356,7 @@ class BinariesTest(TestCase):
     def arguments_of(self, name, owner, **changed):
         """The rendered arguments, but for addresses, places and devices that are not here."""
         places = {"/data/": f"{self.dir}/data/",
+                  "/etc/shardprep/": f"{kustomize.K8S}/base/",
                   "/var/run/secrets/shardprep/tls/": f"{self.dir}/certificates/{owner}/"}
         arguments = []
         for argument in container_of(name, owner)["args"]:
@@ -352,7 +370,8 @@ class BinariesTest(TestCase):
     def start(self, name, **changed):
         """Controller and worker of a rendering: (process, address, metrics address), process."""
         (self.dir / "volume").mkdir()
-        local = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0"}
+        local = {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0",
+                 "health_listen": "127.0.0.1:0"}
         controller = Process(self, "shardprep-controller", *self.arguments_of(
             name, "shardprep-controller", **local, state_dir=self.dir / "volume/state", **changed))
         port = controller.wait_for_log(r"\blistening\b.*?\b127\.0\.0\.1:(\d+)").group(1)
@@ -389,22 +408,28 @@ class BinariesTest(TestCase):
             "rocm", allow_source=self.dir / "data/checkpoints",
             allow_destination=self.dir / "data/prepared")
         probes = container_of("rocm", "shardprep-controller")
-        for probe in ("startupProbe", "livenessProbe"):
-            path = probes[probe]["httpGet"]["path"]
-            with urllib.request.urlopen(f"http://{metrics}{path}", timeout=HTTP_TIMEOUT_S) as page:
-                self.assertEqual(page.status, 200, probe)
-        self.assertEqual(probes["readinessProbe"]["tcpSocket"]["port"], "grpc")
-        host, _, port = address.partition(":")
-        socket.create_connection((host, int(port)), timeout=HTTP_TIMEOUT_S).close()
+        health = Client(controller.wait_for_log(r"\bhealth on (\S+)").group(1))
+        self.addCleanup(health.close)
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            self.assertEqual(health.health(probes[probe]["grpc"]["service"]), SERVING, probe)
 
-        client = certificates / "client"
-        secure = ["--controller", address, "--tls-cert", client / "tls.crt", "--tls-key",
-                  client / "tls.key", "--tls-ca", client / "ca.crt"]
+        def secure(name):
+            place = certificates / name
+            return ["--controller", address, "--tls-cert", place / "tls.crt", "--tls-key",
+                    place / "tls.key", "--tls-ca", place / "ca.crt"]
+
+        # A worker's certificate takes work and asks for none.
+        self.run_refused("shardprep", "list", *secure("worker"),
+                         want=["PERMISSION_DENIED", "ListPrepJobs", "shardprep-worker"])
+        self.assertRegex(controller.log(), "level=audit .*msg=ListPrepJobs who=shardprep-worker "
+                                           "outcome=PERMISSION_DENIED")
         submitted = self.run_ok(
-            "shardprep", "submit", *secure, "--job-id", "over-tls", "--source", source,
+            "shardprep", "submit", *secure("client"), "--job-id", "over-tls", "--source", source,
             "--destination", self.dir / "data/prepared/tiny", "--tensor-parallel-size", 4,
             "--watch")
         self.assertIn("succeeded", submitted.stdout.lower())
+        self.assertRegex(controller.log(), "level=audit .*msg=CreatePrepJob who=shardprep-client "
+                                           f"job=over-tls source={source} .*outcome=OK")
         self.end(worker, controller)
 
 

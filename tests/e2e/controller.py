@@ -17,19 +17,21 @@ def _flags(values):
 class Controller:
     """shardprep-controller on a free loopback port, with flags such as local_workers=2."""
 
-    def __init__(self, test, **flags):
+    def __init__(self, test, environment=None, **flags):
         self.test = test
         self.process = Process(test, "shardprep-controller", *_flags(
-            {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **flags}))
+            {"listen": "127.0.0.1:0", "metrics_listen": "127.0.0.1:0", **flags}),
+            environment=environment)
         self.address = self.process.wait_for_log(r"\blistening\b.*?\b(127\.0\.0\.1:\d+)").group(1)
         self.metrics_address = self.process.wait_for_log(
             r"\bmetrics\b.*?\b(127\.0\.0\.1:\d+)").group(1)
         self.client = Client(self.address)
         test.addCleanup(self.client.close)
 
-    def start_worker(self, **flags):
+    def start_worker(self, environment=None, **flags):
         worker = Process(self.test, "shardprep-worker", *_flags(
-            {"controller": self.address, "metrics_listen": "127.0.0.1:0", **flags}))
+            {"controller": self.address, "metrics_listen": "127.0.0.1:0", **flags}),
+            environment=environment)
         worker.metrics_address = worker.wait_for_log(
             r"\bmetrics\b.*?\b(127\.0\.0\.1:\d+)").group(1)
         return worker

@@ -134,6 +134,17 @@ class PlacesTest(S3TestCase):
         self.assert_same_artefact(destination, self.want)
         self.run_ok("shardprep", "verify", destination, "--source", self.source_uri)
 
+    def test_doctor_finds_a_sound_store_and_leaves_nothing(self):
+        names = self.own("doctor")
+        found = self.run_ok("shardprep", "doctor", "--device", "cpu", "--destination",
+                            self.uri(*names), "--source", self.source_uri).stdout
+        for subject in ("clock", "source", "put", "conditional put", "list after write",
+                        "large object", "ranged reads", "delete"):
+            self.assertRegex(found, rf"(?m)^(ok|warn) +{subject} ")
+        self.assertNotIn("fail ", found)
+        self.assertEqual(self.objects(*names), {})
+        self.assert_nothing_unfinished(*names)
+
     def test_plan_reads_headers_only(self):
         log = AccessLog(os.environ["SHARDPREP_TEST_S3_ACCESS_LOG"], self.client)
         plans = [json.loads(self.run_ok(

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 
+#include <cstdlib>
 #include <map>
 #include <set>
 #include <string>
@@ -57,6 +58,21 @@ LocalWorkersOptions Shell(const std::string& script, int count = 1) {
 
 // `read` blocks on the pipe that the supervisor holds, so the shell lives as long as it is let.
 constexpr char kIdle[] = "read line";
+
+TEST(LocalWorkers, DoNotInheritTheFlagsOfTheirController) {
+  ASSERT_EQ(::setenv("SHARDPREP_FLAG_LISTEN", "127.0.0.1:1", 1), 0);
+  ASSERT_EQ(::setenv("SHARDPREP_OTHER", "kept", 1), 0);
+  Endings endings;
+  {
+    const auto workers = LocalWorkers::Start(
+        Shell("test -z \"$SHARDPREP_FLAG_LISTEN\" && test \"$SHARDPREP_OTHER\" = kept && exit 7"),
+        endings.Callback());
+    ASSERT_TRUE(workers.ok()) << workers.status();
+    EXPECT_EQ(endings.Await(1).front().second, "exited with code 7");
+  }
+  ::unsetenv("SHARDPREP_FLAG_LISTEN");
+  ::unsetenv("SHARDPREP_OTHER");
+}
 
 TEST(LocalWorkers, EndedProcessIsToldAndReplacedUnderAnotherId) {
   Endings endings;

@@ -20,6 +20,7 @@
 #include "absl/time/clock.h"
 #include "service/controller_metrics.h"
 #include "workers/metrics_http.h"
+#include "workers/process_metrics.h"
 #include "workers/s3/s3_metrics.h"
 #include "workers/worker_metrics.h"
 
@@ -64,8 +65,10 @@ std::string Describe(const char* process, const prometheus::Registry& registry) 
 TEST(Metrics, NamesTypesAndLabelsAreAsInTheGoldenFile) {
   prometheus::Registry controller;
   const ControllerMetrics controller_metrics(controller, "1.2.3");
+  const ProcessMetrics of_controller(controller);
   prometheus::Registry worker;
   const WorkerMetrics worker_metrics(worker, "1.2.3");
+  const ProcessMetrics of_worker(worker);
   const S3Metrics s3_metrics(worker);
   std::ifstream file(SHARDPREP_METRICS_GOLDEN);
   std::stringstream golden;
@@ -90,6 +93,17 @@ TEST(Metrics, EveryNameIsPrefixedAndEverySeriesStartsAtZero) {
       }
     }
   }
+}
+
+TEST(Metrics, MemoryIsThatOfTheProcessWhenThePageIsRead) {
+  prometheus::Registry registry;
+  ProcessMetrics metrics(registry);
+  const auto value = [&registry] { return registry.Collect().front().metric.front().gauge.value; };
+  const double before = value();
+  EXPECT_GT(before, 1 << 20);
+  const std::string more(size_t{64} << 20, 'm');
+  metrics.Update();
+  EXPECT_GT(value(), before + (60 << 20)) << more.size();
 }
 
 TEST(WorkerMetrics, EveryCallCanBeCountedWithEveryCode) {

@@ -13,9 +13,12 @@
 #include <thread>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/synchronization/notification.h"
 #include "absl/time/clock.h"
+#include "service/audit.h"
 #include "service/client.h"
 #include "shardprep/v1/prep.grpc.pb.h"
 #include "shardprep/v1/worker.grpc.pb.h"
@@ -23,12 +26,18 @@
 #include "tests/service/test_certificates.h"
 #include "tests/support/temp_dir.h"
 #include "workers/grpc_status.h"
+#include "workers/log.h"
 
 namespace shardprep {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
+using ::testing::EndsWith;
 using ::testing::HasSubstr;
+using ::testing::Not;
+using ::testing::StartsWith;
 
 class ServerTest : public ControllerFixture {
  protected:
@@ -463,30 +472,75 @@ TEST_F(ServerTest, UnixSocketServesAndIsRemoved) {
   EXPECT_NE(::access(path.c_str(), F_OK), 0);
 }
 
-TEST_F(ServerTest, MutualTlsLetsInOnlyClientsWithACertificate) {
+// Lines of a log at the level `audit`, without their time.
+std::vector<std::string> AuditLines(const std::string& log) {
+  std::vector<std::string> lines;
+  for (const absl::string_view line : absl::StrSplit(log, '\n')) {
+    if (!absl::StartsWith(line, "level=audit ")) continue;
+    lines.emplace_back(line.substr(line.find("msg=")));
+  }
+  return lines;
+}
+
+TEST_F(ServerTest, CreateAndCancelLeaveAnAuditLineWhateverTheLogLevel) {
+  SetLeastLogLevel(LogLevel::kError);
+  ::testing::internal::CaptureStderr();
+  ASSERT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
+  EXPECT_FALSE(CreateOverWire("a", Spec("/models/b", "/out/a")).ok());
+  EXPECT_FALSE(CreateOverWire("BAD\nid", Spec("s3://key:hunter2@models/b?sig=hunter2", "/c")).ok());
+  EXPECT_TRUE(client_->Cancel("a").ok());
+  AwaitState("a", v1::PrepJob::STATE_CANCELLED);
+  EXPECT_FALSE(client_->Cancel("none").ok());
+  // Joins the threads that write the lines.
+  server_.reset();
+  controller_.reset();
+  const std::string log = ::testing::internal::GetCapturedStderr();
+  SetLeastLogLevel(LogLevel::kInfo);
+  const std::vector<std::string> lines = AuditLines(log);
+  EXPECT_THAT(lines, Contains(AllOf(StartsWith("msg=CreatePrepJob who=loopback job=a "
+                                               "source=/models/a destinations=/out/a"),
+                                    EndsWith(" outcome=OK"))));
+  EXPECT_THAT(lines, Contains(AllOf(StartsWith("msg=CreatePrepJob who=loopback job=a "
+                                               "source=/models/b"),
+                                    EndsWith(" outcome=ALREADY_EXISTS"))));
+  EXPECT_THAT(lines, Contains(AllOf(HasSubstr("job=\"BAD\\nid\" source=s3://models/b dest"),
+                                    EndsWith(" outcome=INVALID_ARGUMENT"))));
+  EXPECT_THAT(lines, Contains("msg=CancelPrepJob who=loopback job=a outcome=OK"));
+  EXPECT_THAT(lines, Contains("msg=CancelPrepJob who=loopback job=none outcome=NOT_FOUND"));
+  EXPECT_THAT(lines, Contains("msg=\"job ended\" job=a state=STATE_CANCELLED outcome=OK"));
+  EXPECT_THAT(log, Not(HasSubstr("hunter2")));
+}
+
+TEST_F(ServerTest, ProbesHaveAPortOfTheirOwnWithNothingElse) {
   const TestCertificates certificates;
-  const ConnectionSecurity security = {.tls = {.certificate = certificates.path("leaf.pem"),
-                                               .key = certificates.path("leaf.key"),
-                                               .ca = certificates.path("ca.pem")}};
-  StartServer({.listen = {"127.0.0.1:0"}, .security = security});
-  EXPECT_TRUE(CreateOverWire("a", Spec("/models/a", "/out/a")).ok());
-  const auto plain = MakeChannel(server_->addresses()[0], {});
-  const auto stub = v1::PrepService::NewStub(*plain);
+  StartServer({.listen = {"127.0.0.1:0"},
+               .security = certificates.Security(),
+               .health_listen = "127.0.0.1:0"});
+  channel_ = *MakeChannel(server_->health_address(), {});
+  server_->SetReady(false);
+  EXPECT_EQ(Health("").value_or(0), 2);
+  EXPECT_EQ(Health("liveness").value_or(0), 1);
+  server_->SetReady(true);
+  EXPECT_EQ(Health("").value_or(0), 1);
+  EXPECT_EQ(Health("shardprep.v1.PrepService").value_or(0), 1);
+  // No other service answers there, whoever asks.
+  EXPECT_EQ(SynchronizeOverWire(Request("w")).status().code(), absl::StatusCode::kUnimplemented);
+  const auto client = PrepClient::Make(server_->health_address());
+  EXPECT_EQ((*client)->Get("a").status().code(), absl::StatusCode::kUnimplemented);
+  grpc::TemplatedGenericStub<v1::GetPrepJobRequest, v1::RankTask> stub(channel_);
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(20)));
+  absl::Notification done;
+  grpc::Status status;
   v1::GetPrepJobRequest request;
-  request.set_prep_job_id("a");
-  v1::PrepJob job;
-  EXPECT_FALSE(stub->GetPrepJob(&context, request, &job).ok());
-  const TestCertificates others;  // signed by another authority
-  const auto foreign =
-      MakeChannel(server_->addresses()[0], {.tls = {.certificate = others.path("leaf.pem"),
-                                                    .key = others.path("leaf.key"),
-                                                    .ca = certificates.path("ca.pem")}});
-  const auto foreign_stub = v1::PrepService::NewStub(*foreign);
-  grpc::ClientContext foreign_context;
-  foreign_context.set_deadline(absl::ToChronoTime(absl::Now() + absl::Seconds(20)));
-  EXPECT_FALSE(foreign_stub->GetPrepJob(&foreign_context, request, &job).ok());
+  v1::RankTask response;
+  stub.UnaryCall(&context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+                 grpc::StubOptions(), &request, &response, [&](const grpc::Status& s) {
+                   status = s;
+                   done.Notify();
+                 });
+  done.WaitForNotification();
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <openssl/x509v3.h>
 
 #include <cstdio>
+#include <functional>
 #include <memory>
 
 #include "kernels/status_macros.h"
@@ -32,47 +33,61 @@ void AddExtension(X509* certificate, X509* issuer, int nid, const char* value) {
 }
 
 // A certificate for `key`, signed by the issuer; self-signed when there is none.
-Certificate MakeCertificate(const char* name, EVP_PKEY* key, X509* issuer, EVP_PKEY* issuer_key) {
+Certificate MakeCertificate(const TestLeaf& leaf, EVP_PKEY* key, X509* issuer,
+                            EVP_PKEY* issuer_key) {
   Certificate certificate(X509_new(), &X509_free);
   X509* const x = certificate.get();
   X509_set_version(x, 2);
   ASN1_INTEGER_set(X509_get_serialNumber(x), issuer == nullptr ? 1 : 2);
-  X509_gmtime_adj(X509_getm_notBefore(x), -3600);
-  X509_gmtime_adj(X509_getm_notAfter(x), 86400);
+  X509_gmtime_adj(X509_getm_notBefore(x), -7200);
+  X509_gmtime_adj(X509_getm_notAfter(x), leaf.expired ? -3600 : 86400);
   X509_set_pubkey(x, key);
   X509_NAME_add_entry_by_txt(X509_get_subject_name(x), "CN", MBSTRING_ASC,
-                             reinterpret_cast<const unsigned char*>(name), -1, -1, 0);
+                             reinterpret_cast<const unsigned char*>(leaf.common_name.c_str()), -1,
+                             -1, 0);
   X509* const signer = issuer == nullptr ? x : issuer;
   X509_set_issuer_name(x, X509_get_subject_name(signer));
   if (issuer == nullptr) {
     AddExtension(x, signer, NID_basic_constraints, "critical,CA:TRUE");
     AddExtension(x, signer, NID_key_usage, "critical,keyCertSign");
-  } else {
-    AddExtension(x, signer, NID_subject_alt_name, "DNS:localhost,IP:127.0.0.1");
+  } else if (!leaf.alternative_names.empty()) {
+    AddExtension(x, signer, NID_subject_alt_name, leaf.alternative_names.c_str());
   }
   SP_CHECK(X509_sign(x, issuer_key, EVP_sha256()) > 0);
   return certificate;
 }
 
-void WriteCertificate(const std::string& path, X509* certificate) {
-  std::FILE* file = std::fopen(path.c_str(), "w");
-  SP_CHECK(file != nullptr && PEM_write_X509(file, certificate) == 1);
-  std::fclose(file);
+// Under another name first, so that a reader sees the old file or the new one.
+void Replace(const std::string& path, const std::function<int(std::FILE*)>& write) {
+  const std::string temporary = path + ".new";
+  std::FILE* file = std::fopen(temporary.c_str(), "w");
+  SP_CHECK(file != nullptr && write(file) == 1);
+  SP_CHECK(std::fclose(file) == 0 && std::rename(temporary.c_str(), path.c_str()) == 0);
 }
 
 }  // namespace
 
-TestCertificates::TestCertificates() {
-  const Key ca_key = MakeKey();
-  const Key leaf_key = MakeKey();
-  const Certificate ca = MakeCertificate("test authority", ca_key.get(), nullptr, ca_key.get());
-  const Certificate leaf = MakeCertificate("localhost", leaf_key.get(), ca.get(), ca_key.get());
-  WriteCertificate(path("ca.pem"), ca.get());
-  WriteCertificate(path("leaf.pem"), leaf.get());
-  std::FILE* file = std::fopen(path("leaf.key").c_str(), "w");
-  SP_CHECK(file != nullptr &&
-           PEM_write_PrivateKey(file, leaf_key.get(), nullptr, nullptr, 0, nullptr, nullptr) == 1);
-  std::fclose(file);
+TestCertificates::TestCertificates() : ca_key_(MakeKey()) {
+  const TestLeaf authority = {.common_name = "test authority", .alternative_names = ""};
+  ca_ = MakeCertificate(authority, ca_key_.get(), nullptr, ca_key_.get());
+  Replace(path("ca.pem"), [this](std::FILE* file) { return PEM_write_X509(file, ca_.get()); });
+  Issue("leaf", {});
+}
+
+void TestCertificates::Issue(const std::string& name, const TestLeaf& leaf) {
+  const Key key = MakeKey();
+  const Certificate certificate = MakeCertificate(leaf, key.get(), ca_.get(), ca_key_.get());
+  Replace(path(name + ".key"), [&key](std::FILE* file) {
+    return PEM_write_PrivateKey(file, key.get(), nullptr, nullptr, 0, nullptr, nullptr);
+  });
+  Replace(path(name + ".pem"),
+          [&certificate](std::FILE* file) { return PEM_write_X509(file, certificate.get()); });
+}
+
+ConnectionSecurity TestCertificates::Security(const std::string& name) const {
+  return {.tls = {.certificate = path(name + ".pem"),
+                  .key = path(name + ".key"),
+                  .ca = path("ca.pem")}};
 }
 
 }  // namespace shardprep

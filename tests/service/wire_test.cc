@@ -172,6 +172,22 @@ TEST(Log, LevelsHaveNames) {
   EXPECT_EQ(LeastLogLevel(), LogLevel::kInfo);
 }
 
+TEST(Log, UrisAreShownWithoutWhatMayBeSecret) {
+  const std::pair<std::string, std::string> places[] = {
+      {"/models/a@b?c", "/models/a@b?c"},
+      {"s3://bucket/a@b", "s3://bucket/a@b"},
+      {"s3://key:secret@bucket/p", "s3://bucket/p"},
+      {"s3://key:se@cret@bucket", "s3://bucket"},
+      {"s3://key:se/cr@et@bucket/p", "s3://bucket/p"},
+      {"http://host:9000/a", "http://host:9000/a"},
+      {"s3://key:secret@", "s3://"},
+      {"https://host/p?X-Amz-Signature=1", "https://host/p"},
+      {"https://user@host#part", "https://host"},
+      {"file:///models", "file:///models"},
+      {"s3://", "s3://"}};
+  for (const auto& [uri, want] : places) EXPECT_EQ(UriWithoutSecrets(uri), want);
+}
+
 TEST(Log, ValuesCannotBreakOutOfTheirLine) {
   const std::string line = FormatLogLine(
       LogLevel::kError, absl::UnixEpoch(), "c", "m",

@@ -1,0 +1,89 @@
+#include "workers/resources.h"
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "absl/strings/strip.h"
+
+namespace shardprep {
+namespace {
+
+constexpr int64_t kUsualBudget = int64_t{512} << 20;
+
+// The first line of a small file; empty when there is none.
+std::string FirstLine(const std::string& path) {
+  std::ifstream file(path);
+  std::string line;
+  std::getline(file, line);
+  return line;
+}
+
+// "200000 100000" is two processors; "max 100000" is no limit.
+std::optional<double> ParseCpuMax(const std::string& line) {
+  const std::vector<std::string> words = absl::StrSplit(line, ' ');
+  int64_t quota = 0;
+  int64_t period = 0;
+  if (words.size() != 2 || !absl::SimpleAtoi(words[0], &quota) ||
+      !absl::SimpleAtoi(words[1], &period) || quota <= 0 || period <= 0) {
+    return std::nullopt;
+  }
+  return static_cast<double>(quota) / static_cast<double>(period);
+}
+
+std::optional<int64_t> ParseMemoryMax(const std::string& line) {
+  int64_t bytes = 0;
+  if (!absl::SimpleAtoi(line, &bytes) || bytes <= 0) return std::nullopt;
+  return bytes;
+}
+
+template <typename T>
+void Tighten(std::optional<T>& limit, const std::optional<T>& other) {
+  if (other.has_value() && (!limit.has_value() || *other < *limit)) limit = other;
+}
+
+}  // namespace
+
+CgroupLimits ReadCgroupLimits(const std::string& membership, const std::string& root) {
+  CgroupLimits limits;
+  for (const absl::string_view line : absl::StrSplit(membership, '\n')) {
+    absl::string_view path = line;
+    if (!absl::ConsumePrefix(&path, "0::/")) continue;  // the line of version 2
+    std::string group = absl::StrCat(root, "/", path);
+    while (group.size() >= root.size()) {
+      Tighten(limits.cpus, ParseCpuMax(FirstLine(group + "/cpu.max")));
+      Tighten(limits.memory_bytes, ParseMemoryMax(FirstLine(group + "/memory.max")));
+      group = group.substr(0, group.rfind('/'));
+    }
+  }
+  return limits;
+}
+
+CgroupLimits OwnCgroupLimits() {
+  std::stringstream membership;
+  membership << std::ifstream("/proc/self/cgroup").rdbuf();
+  return ReadCgroupLimits(membership.str());
+}
+
+int DefaultThreads(const CgroupLimits& limits, int processors) {
+  const int most =
+      limits.cpus.has_value() ? static_cast<int>(std::min(*limits.cpus, 1e6)) : processors;
+  return std::max(1, std::min(processors, most));
+}
+
+int DefaultThreads() {
+  return DefaultThreads(OwnCgroupLimits(), static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+int64_t DefaultMemoryBudget(const CgroupLimits& limits) {
+  if (!limits.memory_bytes.has_value()) return kUsualBudget;
+  return std::min(kUsualBudget, std::max<int64_t>(1, *limits.memory_bytes / 2));
+}
+
+}  // namespace shardprep

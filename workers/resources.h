@@ -1,0 +1,35 @@
+// What this process may use: processors and memory, as the machine and its control groups (version
+// 2) say. A container sees the processors and the memory of its node; its limits stand elsewhere.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace shardprep {
+
+struct CgroupLimits {
+  std::optional<double> cpus;           // cpu.max: quota over period
+  std::optional<int64_t> memory_bytes;  // memory.max
+};
+
+// The tightest limits of the process's group and of all above it. `membership` is the text of
+// /proc/self/cgroup, `root` where the hierarchy is mounted. What is missing or malformed limits
+// nothing: version 1, no control groups, a file that cannot be read.
+CgroupLimits ReadCgroupLimits(const std::string& membership,
+                              const std::string& root = "/sys/fs/cgroup");
+
+// Of this process.
+CgroupLimits OwnCgroupLimits();
+
+// Threads that compute, when nobody says how many: the processors that the process may run on, but
+// no more than whole processors of the quota, and at least one. More would be stopped together for
+// the rest of each period.
+int DefaultThreads(const CgroupLimits& limits, int processors);
+int DefaultThreads();
+
+// A worker's budget when nobody says one: 512 MiB, or half of the limit where that is less. The
+// other half is for what is not in the budget.
+int64_t DefaultMemoryBudget(const CgroupLimits& limits);
+
+}  // namespace shardprep

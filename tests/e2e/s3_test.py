@@ -150,6 +150,15 @@ class PlacesTest(S3TestCase):
     def test_verify_reads_from_s3(self):
         self.run_ok("shardprep", "verify", self.artefact_uri, "--source", self.source)
 
+    def test_a_missing_bucket_or_artefact_is_named(self):
+        for uri, names in (("s3://no-such-bucket/place", "no bucket no-such-bucket"),
+                           (self.uri(*self.own()), "manifest.json")):
+            for command in (["verify", uri], self.fetch_arguments(uri, self.dir / "never")):
+                with self.subTest(command=command):
+                    self.run_refused("shardprep", *command, code=1,
+                                     want=["NOT_FOUND", f"no artefact at {uri}", names])
+            self.assertFalse((self.dir / "never").exists())
+
     def test_eight_ranks_read_each_source_byte_once_in_large_ranges(self):
         log = AccessLog(os.environ["SHARDPREP_TEST_S3_ACCESS_LOG"], self.client)
         self.run_ok("shardprep", *prepare_arguments(self.source_uri, self.dir / "prepared", 8))

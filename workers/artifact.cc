@@ -1253,8 +1253,9 @@ absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store) {
 absl::StatusOr<std::string> ReadManifestText(ObjectStore& store) {
   auto text = store.Get(ManifestKey(), kMaxDocumentBytes);
   if (!absl::IsNotFound(text.status())) return text;
+  // What is missing may be more than the manifest: the bucket, say.
   return absl::NotFoundError(
-      absl::StrCat("no artefact at ", store.uri(), ": ", ManifestKey(), " is not there"));
+      absl::StrCat("no artefact at ", store.uri(), ": ", text.status().message()));
 }
 
 absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text) {

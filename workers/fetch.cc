@@ -4,18 +4,22 @@
 // 2. Files are gathered in `<DIR>.shardprep-partial`, beside DIR so that a rename can move it. A
 //    lock file in it keeps a second process out. manifest.json goes in first and says what the rest
 //    belongs to: a partial directory with another manifest is emptied.
-// 3. Data files are read chunk by chunk (16 MiB, the unit of their digests), several at a time.
+// 3. Space for what is missing must be free. Where each is a request, all objects are opened before
+//    the first is read, several at a time, so that no stream waits at the start of a file and an
+//    object that is not there is known at once.
+// 4. Data files are read chunk by chunk (16 MiB, the unit of their digests), several at a time.
 //    A chunk that is there already with the right digest is kept; any other is read from the store,
-//    digested, once more if it is wrong, and written in place. There is no record of progress that
-//    could be wrong: the digests are the record, so a resumed fetch reads again only what was not
-//    finished, at most one chunk for each that was in flight.
-// 4. When all is there: fsync of each file and the directory, rename to DIR, fsync of its parent.
+//    digested while it arrives, once more if it is wrong, and written in place. There is no record
+//    of progress that could be wrong: the digests are the record, so a resumed fetch reads again
+//    only what was not finished, at most one chunk for each that was in flight.
+// 5. When all is there: fsync of each file and the directory, rename to DIR, fsync of its parent.
 #include "workers/fetch.h"
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -555,6 +559,35 @@ enum class ChunkMode {
   kCheck,  // all must be there
 };
 
+// The SHA-256 of a chunk at most that is filled from its start, kept up with while it is.
+class ArrivingDigest {
+ public:
+  explicit ArrivingDigest(absl::Span<const uint8_t> bytes) : bytes_(bytes) {}
+
+  // As Arrived of workers/object_store.h.
+  void Reach(int64_t count) {
+    if (count < done_) Restart();
+    digest_.Update(bytes_.subspan(static_cast<size_t>(done_), static_cast<size_t>(count - done_)));
+    done_ = count;
+  }
+
+  // All has arrived. Leaves the object as new.
+  std::string FinishHex() {
+    Reach(static_cast<int64_t>(bytes_.size()));
+    return HexEncode(Restart().chunk_sha256.front());
+  }
+
+ private:
+  FileDigest Restart() {
+    done_ = 0;
+    return digest_.Finish();
+  }
+
+  const absl::Span<const uint8_t> bytes_;
+  ChunkedDigest digest_;
+  int64_t done_ = 0;
+};
+
 // One data file while its chunks are in work.
 struct OpenFile {
   const v1::FileRecord* record = nullptr;
@@ -565,7 +598,7 @@ struct OpenFile {
   int64_t done_chunks ABSL_GUARDED_BY(mu) = 0;
   Fd fd;                                 // set once under mu, then read-only until closed
   bool is_new = false;                   // likewise: nothing in it can be right
-  std::unique_ptr<ObjectReader> reader;  // likewise
+  std::unique_ptr<ObjectReader> reader;  // likewise, or set before any thread has the file
 };
 
 // Fills or checks all data files, `parallel` chunks at a time.
@@ -586,6 +619,9 @@ class ChunkRun {
   }
 
   absl::Status Run() {
+    if (mode_ == ChunkMode::kFill && store_.PreferredReadBytes() > 0) {
+      SP_RETURN_IF_ERROR(OpenObjects());
+    }
     std::vector<std::thread> pool;
     for (int t = 1; t < options_.parallel; ++t) pool.emplace_back([this] { Work(); });
     Work();
@@ -634,6 +670,8 @@ class ChunkRun {
       if (!there) {
         SP_RETURN_IF_ERROR(Download(file, chunk, begin, bytes));
         SP_RETURN_IF_ERROR(WriteAll(file.fd.get(), bytes.data(), size, begin, file.path));
+        // Else all of it would be written by the fsync at the end, and the stream wait for that.
+        ::sync_file_range(file.fd.get(), begin, size, SYNC_FILE_RANGE_WRITE);
         downloaded = size;
       }
     }
@@ -664,14 +702,25 @@ class ChunkRun {
     return absl::OkStatus();
   }
 
-  // Takes the file's space now, so that a full disk is known before the download.
+  // An object that is no file here costs no descriptor while it is open.
+  absl::Status OpenObjects() {
+    std::vector<absl::Status> results(files_.size());
+    ForEachAtOnce(static_cast<int64_t>(files_.size()), kRequestsAtOnce, [&](int64_t f) {
+      results[static_cast<size_t>(f)] = OpenObject(files_[static_cast<size_t>(f)]);
+    });
+    for (const absl::Status& result : results) SP_RETURN_IF_ERROR(result);
+    return absl::OkStatus();
+  }
+
   absl::Status Prepare(OpenFile& file) {
-    const int64_t size = file.record->size_bytes();
-    if (::ftruncate(file.fd.get(), size) != 0) return ErrnoStatus(errno, file.path, "truncate");
-    if (size > 0 && ::fallocate(file.fd.get(), 0, 0, size) != 0 && errno != EOPNOTSUPP &&
-        errno != ENOSYS && errno != EINTR) {
-      return ErrnoStatus(errno, file.path, "allocate");
+    if (::ftruncate(file.fd.get(), file.record->size_bytes()) != 0) {
+      return ErrnoStatus(errno, file.path, "set the size");
     }
+    return file.reader == nullptr ? OpenObject(file) : absl::OkStatus();
+  }
+
+  absl::Status OpenObject(OpenFile& file) {
+    const int64_t size = file.record->size_bytes();
     auto reader = store_.Open(file.record->key());
     if (absl::IsNotFound(reader.status())) {
       return absl::DataLossError(absl::StrCat(file.record->key(), ": missing"));
@@ -710,9 +759,11 @@ class ChunkRun {
                         absl::Span<uint8_t> bytes) {
     const std::string& want = file.record->chunk_sha256(static_cast<int>(chunk));
     std::string found;
+    ArrivingDigest digest(bytes);
     for (int attempt = 0; attempt < 2; ++attempt) {
-      SP_RETURN_IF_ERROR(file.reader->ReadAt(begin, bytes));
-      found = Sha256Hex(bytes);
+      SP_RETURN_IF_ERROR(file.reader->ReadAsItArrives(
+          begin, bytes, [&digest](int64_t count) { digest.Reach(count); }));
+      found = digest.FinishHex();
       if (found == want) return absl::OkStatus();
     }
     return absl::DataLossError(absl::StrCat(file.record->key(), " at ", store_.uri(), ": chunk ",
@@ -866,6 +917,23 @@ class PartialDirectory {
     return absl::OkStatus();
   }
 
+  // RESOURCE_EXHAUSTED when the file system has no room for what is missing of the data files.
+  absl::Status CheckSpace(const Wanted& wanted) const {
+    int64_t want = 0;
+    for (const v1::FileRecord& file : wanted.data_files) {
+      struct stat st;
+      const bool is_there = ::stat(PathOf(file.key()).c_str(), &st) == 0;
+      want += std::max<int64_t>(0, file.size_bytes() - (is_there ? 512 * st.st_blocks : 0));
+    }
+    struct statvfs space;
+    if (::statvfs(path_.c_str(), &space) != 0) return ErrnoStatus(errno, path_, "ask for space");
+    const auto free = static_cast<int64_t>(space.f_bavail * space.f_frsize);
+    // Some file systems know of no blocks.
+    if (space.f_blocks == 0 || want <= free) return absl::OkStatus();
+    return absl::ResourceExhaustedError(
+        absl::StrCat(path_, ": ", free, " bytes free, want ", want, " for what is to be fetched"));
+  }
+
   // Makes the directory appear as `target`, durably.
   absl::Status Publish(const std::string& target) {
     if (::unlink(PathOf(kLockName).c_str()) != 0) {
@@ -962,6 +1030,7 @@ absl::StatusOr<FetchReport> FetchRanks(ObjectStore& artifact, const FetchOptions
   }
   SP_ASSIGN_OR_RETURN(PartialDirectory partial, PartialDirectory::Open(target));
   SP_RETURN_IF_ERROR(partial.Tidy(wanted));
+  SP_RETURN_IF_ERROR(partial.CheckSpace(wanted));
   const std::string manifest_key = ObjectKey(ManifestName{});
   SP_RETURN_IF_ERROR(
       WriteSmallFile(partial.PathOf(manifest_key), wanted.small_files.at(manifest_key)));

@@ -31,6 +31,11 @@ class MeteredReader : public ObjectReader {
   absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) override {
     return Counted(metrics_, StoreOperation::kRead, [&] { return reader_->ReadAt(offset, out); });
   }
+  absl::Status ReadAsItArrives(int64_t offset, absl::Span<uint8_t> out,
+                               const Arrived& arrived) override {
+    return Counted(metrics_, StoreOperation::kRead,
+                   [&] { return reader_->ReadAsItArrives(offset, out, arrived); });
+  }
   void WillNeed(int64_t offset, int64_t size) override { reader_->WillNeed(offset, size); }
   absl::Status CheckUnchanged() override {
     return Counted(metrics_, StoreOperation::kHead, [&] { return reader_->CheckUnchanged(); });

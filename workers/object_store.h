@@ -52,6 +52,10 @@ struct ObjectEntry {
   ObjectInfo info;
 };
 
+// Told how much of a read has arrived: the first `bytes` of it are there and stay as they are.
+// Fewer than told before: what follows them comes anew.
+using Arrived = std::function<void(int64_t bytes)>;
+
 // Ranged reads of one object, pinned to the version seen by Open(). Thread safe. Must not outlive
 // its store.
 class ObjectReader {
@@ -62,6 +66,16 @@ class ObjectReader {
   // bytes. OUT_OF_RANGE when the range is not inside [0, info().size_bytes); DATA_LOSS, naming the
   // object, expected and found, when the object was truncated or replaced since Open().
   virtual absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) = 0;
+
+  // The same for a caller that can work on the first bytes while the rest is on its way, such as
+  // one that digests them: calls `arrived` on this thread, at least once unless `out` is empty.
+  // After the last call all bytes told of are those that an OK vouches for.
+  virtual absl::Status ReadAsItArrives(int64_t offset, absl::Span<uint8_t> out,
+                                       const Arrived& arrived) {
+    absl::Status status = ReadAt(offset, out);
+    if (status.ok() && !out.empty()) arrived(static_cast<int64_t>(out.size()));
+    return status;
+  }
 
   // Says that [offset, offset + size) will be read soon. Only a hint; the range may exceed the
   // object.

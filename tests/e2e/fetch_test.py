@@ -73,6 +73,20 @@ class FetchTest(TestCase):
         self.run_ok("shardprep", *self.fetch_arguments(artefact, into,
                                                        EXPECT_NATIVE + ",aiter=0.1.16"))
 
+    def test_too_little_space_is_known_before_the_first_byte(self):
+        artefact, place = self.prepared("AITER_MXFP4_BF16"), self.dir / "small"
+        place.mkdir()
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(place)],
+                                 capture_output=True, text=True)
+        if mounted.returncode != 0:
+            self.skipTest(f"no file system may be mounted here: {mounted.stderr.strip()}")
+        self.addCleanup(subprocess.run, ["umount", str(place)], check=True)
+        self.run_refused("shardprep", *self.fetch_arguments(artefact, place / "model",
+                                                            EXPECT_NATIVE),
+                         want=["RESOURCE_EXHAUSTED", "bytes free", "want"])
+        self.assertEqual([path.name for path in (place / "model.shardprep-partial").iterdir()
+                          if path.suffix == ".safetensors"], [])
+
     def test_a_rank_outside_the_world_is_refused(self):
         artefact = self.prepared("AITER_MXFP4_BF16")
         self.run_refused("shardprep", *self.fetch_arguments(artefact, self.dir / "model",

@@ -9,6 +9,7 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 import unittest
 import uuid
@@ -161,22 +162,56 @@ class PlacesTest(S3TestCase):
     def test_verify_reads_from_s3(self):
         self.run_ok("shardprep", "verify", self.artefact_uri, "--source", self.source)
 
-    def test_eight_ranks_read_each_source_byte_once_in_large_ranges(self):
+    def test_a_missing_bucket_or_artefact_is_named(self):
+        for uri, names in (("s3://no-such-bucket/place", "no bucket no-such-bucket"),
+                           (self.uri(*self.own()), "manifest.json")):
+            for command in (["verify", uri], self.fetch_arguments(uri, self.dir / "never")):
+                with self.subTest(command=command):
+                    self.run_refused("shardprep", *command, code=1,
+                                     want=["NOT_FOUND", f"no artefact at {uri}", names])
+            self.assertFalse((self.dir / "never").exists())
+
+    def assert_read_once(self, source, source_uri, *flags):
+        """A job from S3 asks for each byte of its source once, in large ranges."""
         log = AccessLog(os.environ["SHARDPREP_TEST_S3_ACCESS_LOG"], self.client)
-        self.run_ok("shardprep", *prepare_arguments(self.source_uri, self.dir / "prepared", 8))
+        into = self.dir / str(uuid.uuid4())
+        self.run_ok("shardprep", "prepare", "--source", source_uri, "--destination", into, *flags)
+        prefix = source_uri.split("/", 3)[3]
         gets = [request for request in log.requests() if request.method == "GET" and
-                request.key.startswith(self.key("source")) and
-                request.key.endswith(".safetensors")]
+                request.key.startswith(prefix) and request.key.endswith(".safetensors")]
         read = sum(request.body_bytes for request in gets)
-        needed = sum(path.stat().st_size for path in self.source.glob("*.safetensors"))
+        needed = sum(path.stat().st_size for path in source.glob("*.safetensors"))
         # Headers stand at the start, and are read by whoever plans: each time a small piece.
         data = sum(request.body_bytes for request in gets if request.range_begin > 0)
         self.assertLessEqual(data, needed)
-        print(f"8 ranks: {len(gets)} GETs, {read} of {needed} bytes, {read / needed:.4f}",
-              file=sys.stderr)
+        print(f"{' '.join(map(str, flags))}: {len(gets)} GETs, {read} of {needed} bytes, "
+              f"{read / needed:.4f}", file=sys.stderr)
         self.assertGreaterEqual(read, 0.99 * needed)
         self.assertLessEqual(read, 1.01 * needed)
         self.assertLessEqual(len(gets), 20 + needed / (1 << 20))
+
+    def test_eight_ranks_read_each_source_byte_once_in_large_ranges(self):
+        self.assert_read_once(self.source, self.source_uri, "--tensor-parallel-size", 8)
+
+    def test_groups_of_experts_read_each_source_byte_once_in_large_ranges(self):
+        for name, flags in (
+                ("one rank a group", ("--tensor-parallel-size", 2, "--data-parallel-size", 4,
+                                      "--expert-parallel-size", 8)),
+                ("two ranks a group, dealt in turn", (
+                    "--tensor-parallel-size", 8, "--expert-parallel-size", 4,
+                    "--expert-placement", "round-robin"))):
+            with self.subTest(name):
+                self.assert_read_once(self.source, self.source_uri, *flags)
+
+    def test_rows_that_alternate_are_read_once_in_large_ranges(self):
+        """Stacked experts whose gate and up rows alternate: a rank's rows lie apart."""
+        source = make_checkpoint(self.dir / "stacked", preset="gpt-oss", hidden=2880,
+                                 intermediate=2880, experts=8, layers=2, mtp_layers=0, files=1)
+        uri = self.upload(source, *self.own("stacked"))
+        for flags in (("--tensor-parallel-size", 8),
+                      ("--tensor-parallel-size", 8, "--expert-parallel-size", 4)):
+            with self.subTest(flags=flags):
+                self.assert_read_once(source, uri, *flags, "--profile", "aiter-interleaved")
 
     def test_fetch_from_s3_is_fetch_from_a_directory(self):
         want = self.dir / "want"
@@ -214,6 +249,59 @@ class PlacesTest(S3TestCase):
         want = self.dir / "want"
         self.run_ok("shardprep", *self.fetch_arguments(self.want, want))
         self.assertEqual(file_hashes(into), file_hashes(want))
+
+
+class TlsTest(S3TestCase):
+    """Over TLS, with buckets in the host's name and payloads that nobody hashes to sign them."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        cls.source = make_checkpoint(cls.place / "source", **GEOMETRY)
+        cls.want = cls.place / "want"
+        cls("run_ok").run_ok("shardprep", *prepare_arguments(cls.source, cls.want, RANKS))
+
+    def flags(self, ca_bundle=os.environ.get("SHARDPREP_TEST_S3_CA_BUNDLE")):
+        return ["--s3-endpoint", os.environ["SHARDPREP_TEST_S3_TLS_ENDPOINT"], "--s3-addressing",
+                "virtual", "--s3-payload", "unsigned"] + (
+                    ["--s3-ca-bundle", ca_bundle] if ca_bundle else [])
+
+    def test_the_whole_way_with_buckets_in_host_names(self):
+        names = self.own("prepared")
+        log = AccessLog(os.environ["SHARDPREP_TEST_S3_ACCESS_LOG"], self.client)
+        self.run_ok("shardprep", *prepare_arguments(self.source, self.uri(*names), RANKS,
+                                                    *self.flags()))
+        self.assert_nothing_unfinished(*names)
+        self.assert_same_artefact(self.download(self.dir / "downloaded", *names), self.want)
+        self.run_ok("shardprep", "verify", self.uri(*names), "--source", self.source,
+                    *self.flags())
+        into = self.dir / "fetched"
+        self.run_ok("shardprep", "fetch", self.uri(*names), "--rank", "0-1", "--into", into,
+                    "--expect", EXPECT, *self.flags())
+        self.assert_same_artefact(into, self.want)
+        # With the bucket in the host's name the path is the key alone, so that the log, which shows
+        # paths, has requests of this test's client only under the bucket's.
+        self.assertEqual({request.method for request in log.requests()
+                          if request.key.startswith(self.key(*names))} & {"PUT", "POST"}, set())
+
+    def test_who_signed_by_nobody_we_know_is_refused(self):
+        other = self.dir / "other.pem"
+        subprocess.run(["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt",
+                        "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj",
+                        "/CN=other-authority", "-keyout", self.dir / "other.key", "-out", other],
+                       check=True, capture_output=True)
+        for name, ca_bundle in (("another authority", other), ("the system's", None)):
+            with self.subTest(name):
+                names = self.own("never")
+                self.run_refused("shardprep", *prepare_arguments(
+                    self.source, self.uri(*names), RANKS, *self.flags(ca_bundle)),
+                    want=["FAILED_PRECONDITION", "certificate"])
+                self.assertEqual(self.objects(*names), {})
+
+    def test_unsigned_payloads_want_tls(self):
+        self.run_refused("shardprep", *prepare_arguments(
+            self.source, self.uri(*self.own("never")), RANKS, "--s3-payload", "unsigned"),
+            want=["INVALID_ARGUMENT", "unsigned"])
 
 
 class DisturbedUploadTest(S3TestCase):

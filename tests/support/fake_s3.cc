@@ -361,8 +361,14 @@ HttpResponse FakeS3::Serve(const HttpRequest& http) {
     counts_[request.operation].sent_bytes += static_cast<int64_t>(answer.body.size());
   }
   if (goes_into) {
-    std::copy(answer.body.begin(), answer.body.end(), http.into.begin());
-    response.into_bytes = static_cast<int64_t>(answer.body.size());
+    // In two pieces, as a network might.
+    const size_t pieces[] = {answer.body.size() / 2, answer.body.size() - answer.body.size() / 2};
+    for (const size_t piece : pieces) {
+      std::copy_n(answer.body.data() + response.into_bytes, piece,
+                  http.into.data() + response.into_bytes);
+      response.into_bytes += static_cast<int64_t>(piece);
+      if (http.arrived && piece > 0) http.arrived(response.into_bytes);
+    }
   } else {
     response.body = std::move(answer.body);
   }

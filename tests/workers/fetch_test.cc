@@ -16,8 +16,10 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_artifact.h"
 #include "workers/artifact.h"
@@ -49,6 +51,8 @@ struct ReadFaults {
   std::atomic<int64_t> fail_from{-1};  // reads from this one on are UNAVAILABLE
   // May change what was read of a key at an offset. Called for one read at a time.
   std::function<void(const std::string& key, int64_t offset, absl::Span<uint8_t> bytes)> corrupt;
+  // Half of each read arrives twice, wrong in a byte at first.
+  bool half_comes_twice = false;
 };
 
 class FaultyReader : public ObjectReader {
@@ -64,6 +68,19 @@ class FaultyReader : public ObjectReader {
     faults_.read_bytes += static_cast<int64_t>(out.size());
     const absl::Status status = reader_->ReadAt(offset, out);
     if (faults_.corrupt) faults_.corrupt(key_, offset, out);
+    return status;
+  }
+  absl::Status ReadAsItArrives(int64_t offset, absl::Span<uint8_t> out,
+                               const Arrived& arrived) override {
+    const absl::Status status = ReadAt(offset, out);
+    if (!status.ok()) return status;
+    if (faults_.half_comes_twice) {
+      out[3] ^= 0x40;
+      arrived(static_cast<int64_t>(out.size() / 2));
+      arrived(0);
+      out[3] ^= 0x40;
+    }
+    arrived(static_cast<int64_t>(out.size()));
     return status;
   }
   absl::Status CheckUnchanged() override { return reader_->CheckUnchanged(); }
@@ -359,6 +376,41 @@ TEST_F(FetchChunksTest, AWrongChunkIsReadOnceMore) {
   ASSERT_TRUE(Fetch(options).ok());
   EXPECT_EQ(faults_.reads, 1 + 3 + 1);
   ExpectEqualFiles();
+}
+
+TEST_F(FetchChunksTest, BytesThatComeAnewAreDigestedAnew) {
+  faults_.half_comes_twice = true;
+  ASSERT_TRUE(Fetch(Options()).ok());
+  EXPECT_EQ(faults_.reads, 1 + 3);
+  ExpectEqualFiles();
+}
+
+TEST_F(FetchChunksTest, WhereEachIsARequestAllObjectsAreOpenedBeforeTheFirstIsRead) {
+  RequestStore requests(&store_, int64_t{8} << 20);
+  absl::Mutex mu;
+  std::multiset<std::string> opened;
+  requests.before_open = [&](const RequestStore::Request& request) {
+    absl::MutexLock lock(&mu);
+    opened.insert(request.key);
+    return absl::OkStatus();
+  };
+  requests.before_read = [&](const RequestStore::Request&) {
+    absl::MutexLock lock(&mu);
+    EXPECT_EQ(opened, (std::multiset<std::string>{kPart0, kBigFile}));
+    return absl::OkStatus();
+  };
+  ASSERT_TRUE(FetchRanks(requests, Options()).ok());
+  ExpectEqualFiles();
+
+  requests.Forget();
+  requests.before_open = [](const RequestStore::Request& request) {
+    return request.key == kBigFile ? absl::NotFoundError("gone") : absl::OkStatus();
+  };
+  FetchOptions options = Options();
+  options.into = directory_ / "other";
+  ExpectStatus(FetchRanks(requests, options).status(), absl::StatusCode::kDataLoss,
+               absl::StrCat(kBigFile, ": missing"));
+  EXPECT_TRUE(requests.Reads().empty());
 }
 
 TEST_F(FetchChunksTest, AChunkThatStaysWrongIsDataLoss) {

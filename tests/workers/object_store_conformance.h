@@ -167,6 +167,40 @@ TEST_P(ObjectStoreConformance, ReadsExactlyTheRange) {
   EXPECT_THAT((*reader)->CheckUnchanged(), IsOk());
 }
 
+// What a caller sees who looks at bytes as soon as they have arrived, and starts again when told.
+class ArrivalFollower {
+ public:
+  explicit ArrivalFollower(size_t size) : out_(size, 0xa5) {}
+
+  absl::Status Read(ObjectReader& reader, int64_t offset) {
+    return reader.ReadAsItArrives(offset, absl::MakeSpan(out_), [this](int64_t bytes) {
+      ASSERT_LE(bytes, static_cast<int64_t>(out_.size()));
+      seen_.resize(std::min(seen_.size(), static_cast<size_t>(bytes)));
+      seen_.append(out_.begin() + static_cast<int64_t>(seen_.size()), out_.begin() + bytes);
+    });
+  }
+  const std::string& seen() const { return seen_; }
+  std::string out() const { return {out_.begin(), out_.end()}; }
+
+ private:
+  std::vector<uint8_t> out_;
+  std::string seen_;
+};
+
+TEST_P(ObjectStoreConformance, TellsWhatHasArrived) {
+  const std::string bytes = PositionBytes(1000);
+  MustPut("object", bytes);
+  const auto reader = store().Open("object");
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  for (const auto& [offset, size] : {std::pair<int64_t, size_t>{0, 1000}, {37, 400}, {999, 1}}) {
+    ArrivalFollower follower(size);
+    ASSERT_THAT(follower.Read(**reader, offset), IsOk());
+    EXPECT_EQ(follower.seen(), bytes.substr(static_cast<size_t>(offset), size));
+  }
+  EXPECT_THAT(ArrivalFollower(0).Read(**reader, 1000), IsOk());
+  EXPECT_THAT(ArrivalFollower(2).Read(**reader, 999), HasCode(absl::StatusCode::kOutOfRange));
+}
+
 TEST_P(ObjectStoreConformance, RefusesRangesBeyondTheEnd) {
   MustPut("object", PositionBytes(1000));
   MustPut("empty", "");

@@ -38,7 +38,7 @@
 namespace shardprep {
 namespace {
 
-constexpr int64_t kBufferBytes = int64_t{128} << 10;
+constexpr int64_t kBufferBytes = int64_t{256} << 10;
 constexpr int64_t kMaxHeaderBytes = int64_t{256} << 10;
 // Servers and the middleboxes before them drop connections that idle longer.
 constexpr int64_t kMaxIdleSeconds = 30;
@@ -235,6 +235,7 @@ size_t OnBody(const char* data, size_t size, size_t count, void* user) {
   if (into) {
     std::memcpy(exchange.request.into.data() + filled, data, bytes);
     response.into_bytes += static_cast<int64_t>(bytes);
+    if (exchange.request.arrived) exchange.request.arrived(response.into_bytes);
   } else {
     response.body.append(data, bytes);
   }

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,9 @@ struct HttpRequest {
   // When not empty, the body of a 2xx answer goes here, and one that is longer is an error. Any
   // other body goes to HttpResponse::body.
   absl::Span<uint8_t> into;
+  // Called by Send(), on its thread, whenever more of `into` is filled, with how many bytes of it
+  // are. May be empty.
+  std::function<void(int64_t into_bytes)> arrived;
   // Bound on HttpResponse::body; a longer one is an error.
   int64_t max_body_bytes = int64_t{1} << 20;
   // Until the request can be sent: name, TCP and TLS together.

@@ -371,6 +371,7 @@ HttpRequest HttpS3Connection::MakeRequest(const S3Call& call, const Progress& pr
   }
   request.body = call.body;
   request.into = call.into;
+  request.arrived = call.arrived;
   request.max_body_bytes = std::max(call.max_body_bytes, kMaxErrorBytes);
   request.connect_timeout = options_.connect_timeout;
   request.stall_timeout = options_.stall_timeout;

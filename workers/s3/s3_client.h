@@ -77,6 +77,7 @@ struct S3Call {
   absl::Span<const uint8_t> body;
   std::string body_sha256;   // of `body`, hexadecimal, where it is known already
   absl::Span<uint8_t> into;  // as HttpRequest::into
+  std::function<void(int64_t into_bytes)> arrived;  // as HttpRequest::arrived, of each attempt
   int64_t max_body_bytes = int64_t{1} << 20;
   absl::Duration timeout = absl::InfiniteDuration();
   CommitGate gate;  // asked immediately before each attempt

@@ -5,13 +5,16 @@
 //   1. CreateMultipartUpload, when the first part is full.
 //   2. A record of it, `_shardprep/tmp/<SHA-256 of the upload id>`, holding {"key", "upload_id"}.
 //   3. UploadPart for each part, while the next is being filled in the other half of the buffer.
-//      Parts have one size, the last excepted: Cloudflare R2 refuses others. What a producer wrote
-//      beyond the part's end moves to the start of the other half.
+//      When that is full before the first has arrived, it leaves as well, and the producer waits:
+//      so there is always one under way, and two at most. Parts have one size, the last excepted:
+//      Cloudflare R2 refuses others. What a producer wrote beyond the part's end moves to the start
+//      of the other half.
 //   4. The gate is asked; CompleteMultipartUpload. Its 200 may carry an <Error>. If its answer was
 //      lost, the repetition finds no such upload, and the object's size and ETag tell whether it is
 //      ours.
 //   5. The record is deleted.
-//   6. HEAD: the store must hold as many bytes as were written, whatever it has answered. Some
+//   6. At the same time HEAD: the store must hold as many bytes as were written, whatever it has
+//   answered. Some
 //      stores show a new object only after a moment (404).
 //   Given up before 4: AbortMultipartUpload, then 5. If that fails the record stays.
 //   An object of one part is put together in memory, and 4 is a PUT.
@@ -54,6 +57,7 @@
 #include "absl/strings/strip.h"
 #include "absl/synchronization/blocking_counter.h"
 #include "absl/synchronization/mutex.h"
+#include "absl/synchronization/notification.h"
 #include "kernels/status_macros.h"
 #include "nlohmann/json.hpp"
 #include "workers/digest.h"
@@ -297,13 +301,24 @@ class S3Reader final : public ObjectReader {
 
   absl::Status ReadAt(int64_t offset, absl::Span<uint8_t> out) override;
 
+  // Reads that are split arrive from several sides at once.
+  absl::Status ReadAsItArrives(int64_t offset, absl::Span<uint8_t> out,
+                               const Arrived& arrived) override {
+    if (static_cast<int64_t>(out.size()) > kSplitReadBytes) {
+      return ObjectReader::ReadAsItArrives(offset, out, arrived);
+    }
+    SP_RETURN_IF_ERROR(CheckRange(offset, static_cast<int64_t>(out.size())));
+    return ReadRange(offset, out, arrived);
+  }
+
   absl::Status CheckUnchanged() override { return Compare(); }
 
   const ObjectInfo& info() const override { return info_; }
 
  private:
   absl::Status Compare() const;
-  absl::Status ReadRange(int64_t offset, absl::Span<uint8_t> out) const;
+  absl::Status CheckRange(int64_t offset, int64_t size) const;
+  absl::Status ReadRange(int64_t offset, absl::Span<uint8_t> out, const Arrived& arrived) const;
   absl::Status CheckAnswer(const HttpResponse& response, int64_t offset, int64_t size) const;
 
   std::string Name() const { return site_->NameOf(key_); }
@@ -326,13 +341,18 @@ absl::Status S3Reader::Compare() const {
       absl::StrCat(Name(), ": replaced while reading: ETag ", now->etag, ", want ", info_.etag));
 }
 
+absl::Status S3Reader::CheckRange(int64_t offset, int64_t size) const {
+  if (offset >= 0 && offset <= info_.size_bytes && size <= info_.size_bytes - offset) {
+    return absl::OkStatus();
+  }
+  return absl::OutOfRangeError(absl::StrCat(Name(), ": ", size, " bytes from offset ", offset,
+                                            " on, want a range in [0, ", info_.size_bytes, ")"));
+}
+
 absl::Status S3Reader::ReadAt(int64_t offset, absl::Span<uint8_t> out) {
   const auto size = static_cast<int64_t>(out.size());
-  if (offset < 0 || offset > info_.size_bytes || size > info_.size_bytes - offset) {
-    return absl::OutOfRangeError(absl::StrCat(Name(), ": ", size, " bytes from offset ", offset,
-                                              " on, want a range in [0, ", info_.size_bytes, ")"));
-  }
-  if (size <= kSplitReadBytes) return ReadRange(offset, out);
+  SP_RETURN_IF_ERROR(CheckRange(offset, size));
+  if (size <= kSplitReadBytes) return ReadRange(offset, out, nullptr);
   const int64_t pieces = std::min(kMaxSplit, (size - 1) / kPreferredReadBytes + 1);
   const int64_t piece_bytes = (size - 1) / pieces + 1;
   std::vector<absl::Status> statuses(static_cast<size_t>(pieces));
@@ -340,7 +360,8 @@ absl::Status S3Reader::ReadAt(int64_t offset, absl::Span<uint8_t> out) {
   const auto read = [&](int64_t piece) {
     const int64_t start = piece * piece_bytes;
     statuses[static_cast<size_t>(piece)] = ReadRange(
-        offset + start, out.subspan(static_cast<size_t>(start), static_cast<size_t>(piece_bytes)));
+        offset + start, out.subspan(static_cast<size_t>(start), static_cast<size_t>(piece_bytes)),
+        nullptr);
   };
   for (int64_t piece = 1; piece < pieces; ++piece) {
     site_->connection().Run([&read, &others, piece] {
@@ -354,11 +375,13 @@ absl::Status S3Reader::ReadAt(int64_t offset, absl::Span<uint8_t> out) {
   return absl::OkStatus();
 }
 
-absl::Status S3Reader::ReadRange(int64_t offset, absl::Span<uint8_t> out) const {
+absl::Status S3Reader::ReadRange(int64_t offset, absl::Span<uint8_t> out,
+                                 const Arrived& arrived) const {
   if (out.empty()) return absl::OkStatus();  // HTTP has no empty range
   const auto size = static_cast<int64_t>(out.size());
   int64_t done = 0;
   const auto ask_for_rest = [&](S3Call* call) {
+    if (arrived) arrived(done);
     call->into = out.subspan(static_cast<size_t>(done));
     call->headers = {
         {"range", absl::StrCat("bytes=", offset + done, "-", offset + size - 1)},
@@ -367,6 +390,7 @@ absl::Status S3Reader::ReadRange(int64_t offset, absl::Span<uint8_t> out) const 
   };
   S3Call call = site_->CallOf("GetObject", "GET", key_);
   ask_for_rest(&call);
+  if (arrived) call.arrived = [&](int64_t bytes) { arrived(done + bytes); };
   call.accept = [&](const HttpResponse& response, S3Call* again) -> absl::Status {
     const int64_t wanted = size - done;
     SP_RETURN_IF_ERROR(CheckAnswer(response, offset + done, wanted));
@@ -374,8 +398,11 @@ absl::Status S3Reader::ReadRange(int64_t offset, absl::Span<uint8_t> out) const 
       return absl::FailedPreconditionError(
           absl::StrCat("more bytes than the ", wanted, " asked for"));
     }
-    // If it is not OK all is asked for again: the end was not seen.
-    if (response.into_bytes == wanted) return response.transport;
+    if (response.into_bytes == wanted) {
+      // The end was not seen: all is asked for again.
+      if (!response.transport.ok()) ask_for_rest(again);
+      return response.transport;
+    }
     // A store that answers 200 would answer so for the rest as well.
     if (response.status == 206) done += response.into_bytes;
     ask_for_rest(again);
@@ -440,7 +467,7 @@ class S3Writer final : public ObjectWriter {
   }
 
   ~S3Writer() override {
-    WaitForPart().IgnoreError();  // it reads the buffer
+    WaitForParts().IgnoreError();  // they read the buffer
     if (!upload_id_.empty()) GiveUp();
   }
 
@@ -458,16 +485,17 @@ class S3Writer final : public ObjectWriter {
 
   absl::Status BeginUpload();
   absl::Status ShipPart();
-  void UploadPart(int64_t number, absl::Span<const uint8_t> bytes, const std::string& sha256);
-  absl::Status WaitForPart();
+  void UploadPart(size_t area, int64_t number, absl::Span<const uint8_t> bytes,
+                  const std::string& sha256);
+  absl::Status WaitForArea(size_t area);
+  absl::Status WaitForParts();
   absl::StatusOr<std::string> PutWhole(const CommitGate& gate);
   absl::StatusOr<std::string> Complete(const CommitGate& gate);
   absl::StatusOr<std::string> FindCompleted(const std::vector<UploadedPart>& parts,
                                             const absl::Status& why);
   absl::StatusOr<ObjectInfo> CheckStored(const std::string& etag);
-  void ForgetUpload();
+  void ForgetUpload(const std::string& upload_id);
   void GiveUp();
-  bool IsIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !uploading_; }
 
   const Site* const site_;
   const std::string key_;
@@ -486,9 +514,9 @@ class S3Writer final : public ObjectWriter {
   std::string upload_id_;  // empty: none begun, or none left
 
   absl::Mutex mu_;
-  bool uploading_ ABSL_GUARDED_BY(mu_) = false;
+  bool uploading_[2] ABSL_GUARDED_BY(mu_) = {};  // whether a part leaves from that area
   absl::Status upload_status_ ABSL_GUARDED_BY(mu_);
-  std::vector<UploadedPart> parts_ ABSL_GUARDED_BY(mu_);
+  std::vector<UploadedPart> parts_ ABSL_GUARDED_BY(mu_);  // in the order in which they arrived
 };
 
 absl::StatusOr<absl::Span<uint8_t>> S3Writer::Reserve(int64_t size) {
@@ -535,28 +563,33 @@ absl::Status S3Writer::BeginUpload() {
   return site_->Put(RecordKey(upload_id_), BytesOf(record), CommitGate(), {}).status;
 }
 
-// Starts the upload of the next part from the current area and goes on in the other one.
+// Starts the upload of the next part from the current area and goes on in the other one when that
+// is free.
 absl::Status S3Writer::ShipPart() {
-  absl::Status status = WaitForPart();  // and so the other area is free
-  if (status.ok() && upload_id_.empty()) status = BeginUpload();
-  if (!status.ok()) return Fail(status);
+  if (upload_id_.empty()) {
+    const absl::Status begun = BeginUpload();
+    if (!begun.ok()) return Fail(begun);
+  }
   const int64_t size = std::min(filled_, part_bytes_);
   const int64_t number = shipped_ / part_bytes_ + 1;
-  const auto part = areas_[current_].first(static_cast<size_t>(size));
+  const size_t area = current_;
+  const auto part = areas_[area].first(static_cast<size_t>(size));
   {
     absl::MutexLock lock(&mu_);
-    uploading_ = true;
+    uploading_[area] = true;
   }
   const std::string sha256 = sha256_of_ ? sha256_of_(shipped_, shipped_ + size) : "";
-  connection().Run([this, number, part, sha256] { UploadPart(number, part, sha256); });
-  std::copy_n(areas_[current_].data() + size, filled_ - size, areas_[1 - current_].data());
-  current_ = 1 - current_;
+  connection().Run([this, area, number, part, sha256] { UploadPart(area, number, part, sha256); });
+  current_ = 1 - area;
+  const absl::Status status = WaitForArea(current_);
+  if (!status.ok()) return Fail(status);
+  std::copy_n(areas_[area].data() + size, filled_ - size, areas_[current_].data());
   shipped_ += size;
   filled_ -= size;
   return absl::OkStatus();
 }
 
-void S3Writer::UploadPart(int64_t number, absl::Span<const uint8_t> bytes,
+void S3Writer::UploadPart(size_t area, int64_t number, absl::Span<const uint8_t> bytes,
                           const std::string& sha256) {
   S3Call call = site_->CallOf("UploadPart", "PUT", key_);
   call.query = {{"partNumber", absl::StrCat(number)}, {"uploadId", upload_id_}};
@@ -569,15 +602,22 @@ void S3Writer::UploadPart(int64_t number, absl::Span<const uint8_t> bytes,
     status = absl::AbortedError(absl::StrCat(Name(), ": its upload was aborted by another"));
   }
   absl::MutexLock lock(&mu_);
-  uploading_ = false;
+  uploading_[area] = false;
   upload_status_.Update(status);
   if (status.ok()) parts_.push_back({number, EtagOf(answer.response)});
 }
 
-absl::Status S3Writer::WaitForPart() {
+// The first error of any part, also of one that has not left this area.
+absl::Status S3Writer::WaitForArea(size_t area) {
+  const auto is_free = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !uploading_[area]; };
   absl::MutexLock lock(&mu_);
-  mu_.Await(absl::Condition(this, &S3Writer::IsIdle));
+  mu_.Await(absl::Condition(&is_free));
   return upload_status_;
+}
+
+absl::Status S3Writer::WaitForParts() {
+  WaitForArea(0).IgnoreError();
+  return WaitForArea(1);
 }
 
 absl::StatusOr<ObjectInfo> S3Writer::Commit(const CommitGate& gate) {
@@ -588,12 +628,20 @@ absl::StatusOr<ObjectInfo> S3Writer::Commit(const CommitGate& gate) {
                                                    " bytes, want the announced ", size_bytes_)));
   }
   if (is_multipart_ && filled_ > 0) SP_RETURN_IF_ERROR(ShipPart());
-  const absl::Status uploaded = WaitForPart();
+  const absl::Status uploaded = WaitForParts();
   if (!uploaded.ok()) return Fail(uploaded);
   status_ = absl::FailedPreconditionError(absl::StrCat(Name(), ": already committed"));
   SP_ASSIGN_OR_RETURN(const std::string etag, is_multipart_ ? Complete(gate) : PutWhole(gate));
-  if (is_multipart_) ForgetUpload();
-  return CheckStored(etag);
+  if (!is_multipart_) return CheckStored(etag);
+  absl::Notification forgotten;
+  connection().Run([this, &forgotten] {
+    ForgetUpload(upload_id_);
+    forgotten.Notify();
+  });
+  absl::StatusOr<ObjectInfo> stored = CheckStored(etag);
+  forgotten.WaitForNotification();
+  upload_id_.clear();
+  return stored;
 }
 
 absl::StatusOr<std::string> S3Writer::PutWhole(const CommitGate& gate) {
@@ -609,6 +657,8 @@ absl::StatusOr<std::string> S3Writer::Complete(const CommitGate& gate) {
     absl::MutexLock lock(&mu_);
     parts = parts_;
   }
+  std::sort(parts.begin(), parts.end(),
+            [](const UploadedPart& a, const UploadedPart& b) { return a.number < b.number; });
   const std::string document = FormatCompleteUpload(parts);
   S3Call call = site_->CallOf("CompleteMultipartUpload", "POST", key_);
   call.query = {{"uploadId", upload_id_}};
@@ -675,8 +725,7 @@ absl::StatusOr<ObjectInfo> S3Writer::CheckStored(const std::string& etag) {
 }
 
 // The upload exists no more. A record that stays is harmless: its clean-up finds no upload.
-void S3Writer::ForgetUpload() {
-  const std::string upload_id = std::exchange(upload_id_, "");
+void S3Writer::ForgetUpload(const std::string& upload_id) {
   const absl::Status deleted = site_->Delete(RecordKey(upload_id));
   if (deleted.ok()) return;
   Log(LogLevel::kWarning, "s3", "the record of a finished upload stays",
@@ -685,7 +734,7 @@ void S3Writer::ForgetUpload() {
 
 void S3Writer::GiveUp() {
   const absl::Status aborted = site_->Abort(key_, upload_id_);
-  if (aborted.ok()) return ForgetUpload();
+  if (aborted.ok()) return ForgetUpload(upload_id_);
   if (connection().environment().observer != nullptr) {
     connection().environment().observer->OnAbortFailed();
   }

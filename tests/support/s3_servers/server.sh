@@ -17,6 +17,9 @@
 #   SHARDPREP_TEST_S3_ENDPOINT    as AWS_ENDPOINT_URL
 #   SHARDPREP_TEST_S3_BUCKET      an empty bucket
 #   SHARDPREP_TEST_S3_ACCESS_LOG  the server's log of requests, where it writes one
+# and, where the server has TLS (else empty):
+#   SHARDPREP_TEST_S3_TLS_ENDPOINT  the same over TLS, by a name that may have a bucket before it
+#   SHARDPREP_TEST_S3_CA_BUNDLE     the authority of its certificate, made for this server
 #
 # Everything listens on 127.0.0.1, on ports that were free at the start.
 
@@ -30,6 +33,8 @@ access_key=
 secret_key=
 endpoint=
 access_log=
+tls_endpoint=
+ca_bundle=
 # Open as long as this script lives; in `run`, the end of the pipe that its cleaner reads.
 exec {alive}>/dev/null
 
@@ -151,6 +156,8 @@ SHARDPREP_TEST_S3_SERVER=$server_name
 SHARDPREP_TEST_S3_ENDPOINT=$endpoint
 SHARDPREP_TEST_S3_BUCKET=$bucket
 SHARDPREP_TEST_S3_ACCESS_LOG=$access_log
+SHARDPREP_TEST_S3_TLS_ENDPOINT=$tls_endpoint
+SHARDPREP_TEST_S3_CA_BUNDLE=$ca_bundle
 ENVIRONMENT
 }
 

@@ -344,10 +344,21 @@ TEST(CurlTransport, LargeDownloadsArriveWhole) {
   const std::string body = Pattern(kLargeBytes);
   const LoopbackServer server({.bytes = WholeAnswer(200, body)});
   Landing landing(kLargeBytes);
-  const HttpResponse response =
-      Transport()->Send({.method = "GET", .url = server.url() + "/k", .into = landing.span()});
+  std::vector<int64_t> told;
+  const auto arrived = [&](int64_t bytes) {
+    const int64_t before = told.empty() ? 0 : told.back();
+    EXPECT_GT(bytes, before);
+    EXPECT_TRUE(std::equal(body.begin() + before, body.begin() + bytes,
+                           landing.span().begin() + before,
+                           [](char a, uint8_t b) { return uint8_t(a) == b; }));
+    told.push_back(bytes);
+  };
+  const HttpResponse response = Transport()->Send(
+      {.method = "GET", .url = server.url() + "/k", .into = landing.span(), .arrived = arrived});
   ASSERT_TRUE(response.transport.ok()) << response.transport;
   EXPECT_EQ(response.into_bytes, static_cast<int64_t>(kLargeBytes));
+  EXPECT_GT(told.size(), 1U);
+  EXPECT_EQ(told.back(), response.into_bytes);
   EXPECT_TRUE(landing.Text(response.into_bytes) == body);
   EXPECT_TRUE(landing.GuardsAreWhole());
 }

@@ -240,6 +240,22 @@ TEST_F(S3Reading, ABodyShorterThanItsRangeIsNeverTakenAsComplete) {
   EXPECT_THAT(Read(&out), HasCodeAndText(absl::StatusCode::kUnavailable, "0 of 400 bytes"));
 }
 
+// A store that answers with the whole object begins at its start each time.
+TEST_F(S3Reading, WhatHasArrivedIsTakenBackBeforeItComesAnew) {
+  bed_.server.set_fault([&](const FakeRequest& request) {
+    FakeFault fault = Edited([&, number = request.number](FakeAnswer* answer) {
+      answer->status = 200;
+      if (number == 1) answer->body.replace(0, 500, std::string(500, 'x'));
+    });
+    if (request.number == 1) fault.cut_body_after = 700;
+    return fault;
+  });
+  ArrivalFollower follower(1000);
+  EXPECT_THAT(follower.Read(*reader_, 0), IsOk());
+  EXPECT_EQ(follower.out(), bytes_);
+  EXPECT_EQ(follower.seen(), bytes_);
+}
+
 TEST_F(S3Reading, AServerThatAnswersLessThanTheRangeIsAskedForTheRest) {
   bed_.server.set_fault(On("GetObject", 1, 1, Edited([](FakeAnswer* answer) {
                              answer->body.resize(10);
@@ -467,6 +483,21 @@ TEST(S3UploadParts, OnePartIsFilledWhileAnotherIsSent) {
   ASSERT_THAT(write.WriteTo(2 * kPart - 1), IsOk());
   may_go_on.Notify();
   EXPECT_THAT(write.Commit(), IsOk());
+  EXPECT_TRUE(bed.server.Object("a/b/k") == bytes);
+}
+
+TEST(S3UploadParts, AFullPartLeavesBeforeTheOneBeforeItHasArrived) {
+  S3TestBed bed;
+  absl::Notification second_part_came;
+  bed.server.set_fault([&](const FakeRequest& request) {
+    if (request.operation != "UploadPart") return FakeFault();
+    if (request.query.at("partNumber") == "2") second_part_came.Notify();
+    if (request.query.at("partNumber") == "1") second_part_came.WaitForNotification();
+    return FakeFault();
+  });
+  const std::string bytes = PositionBytes(4 * kPart + 1);
+  EXPECT_THAT(StreamedWrite(*bed.store, "k", bytes, 1000).Commit(), IsOk());
+  // Put together in their order, not in that of their arrival.
   EXPECT_TRUE(bed.server.Object("a/b/k") == bytes);
 }
 

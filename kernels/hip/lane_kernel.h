@@ -79,7 +79,7 @@ template <TileKind kTile, bool kWhole>
 SP_HOST_DEVICE constexpr LaneWords GatherPiece(const LaneArgs& args, const uint8_t* src,
                                                int64_t col, uint32_t in_tile) {
   LaneWords piece = {};
-#if defined(__clang__) || defined(__CUDACC__)
+#if defined(__clang__) || defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (uint32_t k = 0; k < kLaneBytes; ++k) {

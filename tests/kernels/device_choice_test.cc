@@ -138,7 +138,7 @@ TEST(DeviceChoice, TheMeasureRunsWeightsAndScalesOnEveryThread) {
   EXPECT_EQ(three.calls, 3 * one.calls);
   EXPECT_EQ(three.bytes, 3 * one.bytes);
   // A scale byte for 16 bytes of weights.
-  EXPECT_EQ(one.bytes % (64 * (3584 + 224)), 0);
+  EXPECT_EQ(one.bytes % (int64_t{64} * (3584 + 224)), 0);
 }
 
 TEST(DeviceChoice, AMeasureThatFailsReturnsTheErrorFromAnyThread) {

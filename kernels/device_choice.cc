@@ -1,7 +1,6 @@
 #include "kernels/device_choice.h"
 
 #include <algorithm>
-#include <array>
 #include <barrier>
 #include <chrono>
 #include <optional>
@@ -85,15 +84,30 @@ absl::StatusOr<ChosenDevice> OpenFaster(int device, int threads, const DeviceSou
   return ChosenDevice{gpu_wins ? *std::move(gpu) : std::move(host), std::move(reason)};
 }
 
-// The blocks that one thread shuffles over and over: some rows of an expert's gate and up weights
-// of 7168 columns of 4 bits, and their scales.
-class SampleBlocks {
+// Calls of one shape.
+struct SampleCalls {
+  ShuffleJob job;
+  int64_t stride_bytes;
+  int times;
+};
+
+// What a worker calls for one expert of a model with hidden size 7168 and intermediate size 3072
+// and one rank of 8: blocks of about 256 KiB of source rows, of which w2 takes an eighth of each.
+constexpr SampleCalls kExpertCalls[] = {
+    {{LayoutId::kAiter16x16, RowOrder::kAsIs, 64, 3584, 3584}, 3584, 12},    // w13
+    {{LayoutId::kAiter16x16, RowOrder::kAsIs, 160, 192, 192}, 1536, 45},     // w2
+    {{LayoutId::kAiterE8m0Expert, RowOrder::kAsIs, 768, 224, 224}, 224, 1},  // scales of w13
+    {{LayoutId::kAiterE8m0Expert, RowOrder::kAsIs, 2400, 12, 12}, 96, 3},    // scales of w2
+};
+
+// One thread's buffers.
+class SampleExpert {
  public:
-  SampleBlocks() {
+  SampleExpert() {
     int64_t largest_in = 0, largest_out = 0;
-    for (const ShuffleJob& job : kJobs) {
-      largest_in = std::max(largest_in, job.rows * job.native_cols);
-      largest_out = std::max(largest_out, job.rows * OutputCols(job));
+    for (const SampleCalls& calls : kExpertCalls) {
+      largest_in = std::max(largest_in, calls.job.rows * calls.stride_bytes);
+      largest_out = std::max(largest_out, calls.job.rows * OutputCols(calls.job));
     }
     in_.resize(static_cast<size_t>(largest_in));
     out_.resize(static_cast<size_t>(largest_out));
@@ -101,25 +115,25 @@ class SampleBlocks {
   }
 
   absl::Status Shuffle(Shuffler& shuffler) {
-    for (const ShuffleJob& job : kJobs) {
-      const RowsView view{in_.data(), job.native_cols, 0, job.rows};
-      SP_RETURN_IF_ERROR(
-          shuffler.Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out_.data()));
+    for (const SampleCalls& calls : kExpertCalls) {
+      const RowsView view{in_.data(), calls.stride_bytes, 0, calls.job.rows};
+      for (int k = 0; k < calls.times; ++k) {
+        SP_RETURN_IF_ERROR(shuffler.Shuffle(calls.job, absl::MakeConstSpan(&view, 1), 0,
+                                            calls.job.rows, out_.data()));
+      }
     }
     return absl::OkStatus();
   }
 
   static int64_t OutputBytes() {
     int64_t bytes = 0;
-    for (const ShuffleJob& job : kJobs) bytes += job.rows * OutputCols(job);
+    for (const SampleCalls& calls : kExpertCalls) {
+      bytes += calls.times * calls.job.rows * OutputCols(calls.job);
+    }
     return bytes;
   }
 
  private:
-  static constexpr std::array<ShuffleJob, 2> kJobs = {{
-      {LayoutId::kAiter16x16, RowOrder::kAsIs, 64, 3584, 3584},
-      {LayoutId::kAiterE8m0Expert, RowOrder::kAsIs, 64, 224, 224},
-  }};
   std::vector<uint8_t> in_;
   std::vector<uint8_t> out_;
 };
@@ -128,20 +142,18 @@ class SampleBlocks {
 
 absl::StatusOr<double> MeasureShuffler(Shuffler& shuffler, int threads) {
   constexpr int kPasses = 6;  // the first is not counted
-  constexpr int kBlocks = 16;
+  constexpr int kExperts = 2;
   using Clock = std::chrono::steady_clock;
   std::vector<absl::Status> statuses(static_cast<size_t>(threads));
   std::vector<double> seconds;
   std::barrier pass(threads);
   const auto run = [&](int thread) {
-    SampleBlocks blocks;
+    SampleExpert expert;
     absl::Status& status = statuses[static_cast<size_t>(thread)];
     for (int k = 0; k < kPasses; ++k) {
       pass.arrive_and_wait();
       const auto begin = Clock::now();
-      for (int block = 0; block < kBlocks && status.ok(); ++block) {
-        status = blocks.Shuffle(shuffler);
-      }
+      for (int e = 0; e < kExperts && status.ok(); ++e) status = expert.Shuffle(shuffler);
       pass.arrive_and_wait();
       if (thread != 0 || k == 0) continue;
       seconds.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
@@ -153,7 +165,7 @@ absl::StatusOr<double> MeasureShuffler(Shuffler& shuffler, int threads) {
   for (std::thread& other : others) other.join();
   for (const absl::Status& status : statuses) SP_RETURN_IF_ERROR(status);
   std::nth_element(seconds.begin(), seconds.begin() + kPasses / 2, seconds.end());
-  return static_cast<double>(SampleBlocks::OutputBytes() * kBlocks * threads) /
+  return static_cast<double>(SampleExpert::OutputBytes() * kExperts * threads) /
          seconds[kPasses / 2];
 }
 

@@ -39,9 +39,9 @@ absl::StatusOr<ChosenDevice> OpenDevice(absl::string_view wish, int threads);
 // dealt out to its GPUs in turn, other wishes hold for all.
 std::string DeviceOfWorker(absl::string_view wish, int index);
 
-// Bytes per second that `shuffler` puts out when `threads` threads shuffle blocks of weights and
-// of their scales, as many as a checkpoint has of either; median of several passes after a first.
-// Errors of Shuffle().
+// Bytes per second that `shuffler` puts out when each of `threads` threads shuffles what a worker
+// does for an expert, weights and scales in its block sizes; median of several passes after a
+// first. Errors of Shuffle().
 absl::StatusOr<double> MeasureShuffler(Shuffler& shuffler, int threads);
 
 // What the functions above look at, for tests.

@@ -96,6 +96,7 @@ absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::CreatePrepJ
     console.Line("stopping; once more Ctrl-C ends at once");
   }
   // Whatever the outcome, it is known; how the workers leave is of no interest.
+  console.PollLogs();
   console.DropLogs();
   controller->Stop(kStopGrace);
   // A second signal during the stop ended the process; from here one has nothing to end.

@@ -1,8 +1,9 @@
-# Compiles the device code. Sets, for kernels/CMakeLists.txt and tests/device:
+# Compiles the device code. Sets, for kernels/CMakeLists.txt:
 #   SP_HIP_SOURCES        host sources that stand for HIP in this build
 #   SP_HIP_OBJECT         the compiled kernels, empty without HIP
 #   SP_HIP_LIBRARIES      what they need
-#   SP_HIP_CLANG, SP_HIP_ROCM_ROOT, SP_HIP_TARGETS  how they are compiled: compiler, root, list
+# and, for tests/device, the cache entry SP_HIP_CLANG, the compiler, and the global properties
+# SP_HIP_ROCM_ROOT and SP_HIP_TARGETS, its root and the architectures.
 #
 # One source file needs a device compiler, so it is compiled by a custom command; CMake's HIP
 # language wants a ROCm installation of its own layout, which Debian's packages are not. The
@@ -83,8 +84,8 @@ function(sp_enable_hip problem)
   set_source_files_properties(hip/gpu_runtime.cc PROPERTIES
     COMPILE_DEFINITIONS __HIP_PLATFORM_AMD__ INCLUDE_DIRECTORIES ${SP_HIP_INCLUDE})
   message(STATUS "HIP: ${SP_HIP_CLANG}, root ${rocm_root}, for ${architecture_list}")
-  set(SP_HIP_ROCM_ROOT ${rocm_root} PARENT_SCOPE)
-  set(SP_HIP_TARGETS ${targets} PARENT_SCOPE)
+  set_property(GLOBAL PROPERTY SP_HIP_ROCM_ROOT ${rocm_root})
+  set_property(GLOBAL PROPERTY SP_HIP_TARGETS ${targets})
   set(SP_HIP_SOURCES hip/gpu_runtime.cc PARENT_SCOPE)
   set(SP_HIP_OBJECT ${object} PARENT_SCOPE)
   set(SP_HIP_LIBRARIES ${SP_AMDHIP64} PARENT_SCOPE)

@@ -50,7 +50,7 @@ struct LanePlace {
 template <TileKind kTile>
 SP_HOST_DEVICE constexpr LanePlace LanePlaceOf(const LaneArgs& args, uint32_t lane) {
   constexpr uint32_t kTileLanes =
-      static_cast<uint32_t>(TileRows(kTile) * TileCols(kTile) / kLaneBytes);
+      static_cast<uint32_t>(int64_t{TileRows(kTile)} * TileCols(kTile) / kLaneBytes);
   const uint32_t block = lane / args.block_lanes;
   const uint32_t in_block = lane - block * args.block_lanes;
   if (kTile == TileKind::k16x16) {
@@ -79,7 +79,7 @@ template <TileKind kTile, bool kWhole>
 SP_HOST_DEVICE constexpr LaneWords GatherPiece(const LaneArgs& args, const uint8_t* src,
                                                int64_t col, uint32_t in_tile) {
   LaneWords piece = {};
-#if defined(__clang__) || defined(__CUDACC__)
+#if defined(__clang__) || defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
   for (uint32_t k = 0; k < kLaneBytes; ++k) {

@@ -44,17 +44,6 @@ struct Slot {
   Buffer pinned_in, pinned_out, device_in, device_out;
 };
 
-LaneArgs LaneArgsOf(const ShuffleJob& job) {
-  LaneArgs args = {};
-  args.src_pitch = RoundUpTo(std::max<int64_t>(job.native_cols, 1), kLaneBytes);
-  args.native_cols = job.native_cols;
-  args.padded_cols = job.padded_cols;
-  args.out_cols = OutputCols(job);
-  args.tile = TileOf(job.layout);
-  args.fill = GetLayoutInfo(job.layout).fill;
-  return args;
-}
-
 // Rows [out_row, out_row + rows) of the output order, one after the other, args.src_pitch apart.
 void CopyRows(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t out_row,
               const LaneArgs& args, uint8_t* to) {
@@ -314,6 +303,17 @@ absl::Status CheckArchitecture(const GpuRuntime& runtime, const std::string& nam
 }
 
 }  // namespace
+
+LaneArgs LaneArgsOf(const ShuffleJob& job) {
+  LaneArgs args = {};
+  args.src_pitch = RoundUpTo(std::max<int64_t>(job.native_cols, 1), kLaneBytes);
+  args.native_cols = job.native_cols;
+  args.padded_cols = job.padded_cols;
+  args.out_cols = OutputCols(job);
+  args.tile = TileOf(job.layout);
+  args.fill = GetLayoutInfo(job.layout).fill;
+  return args;
+}
 
 absl::StatusOr<std::unique_ptr<Shuffler>> MakeLaneShuffler(std::shared_ptr<GpuRuntime> runtime,
                                                            int device,

@@ -29,4 +29,8 @@ absl::StatusOr<std::unique_ptr<Shuffler>> MakeLaneShuffler(std::shared_ptr<GpuRu
                                                            int device,
                                                            LaneShufflerOptions options = {});
 
+// What a launch for `job` is told, but for pointers and rows: the source rows of native_cols bytes
+// lie 16-byte aligned, one after the other.
+LaneArgs LaneArgsOf(const ShuffleJob& job);
+
 }  // namespace shardprep

@@ -216,6 +216,12 @@ class SameJobSameBytesTest(TestCase):
         self.assertEqual({path: path.stat().st_mtime_ns for path in destination.iterdir()}, before)
         self.assertIn("already", again.stdout + again.stderr)
 
+    def test_it_says_where_workers_shuffle_and_why(self):
+        _, asked = self.prepare("asked", "--device", "cpu")
+        self.assertRegex(asked.stderr, r"worker: device=cpu/\w+ reason=\"'cpu' was asked for\"\n")
+        _, chosen = self.prepare("chosen", "--device", "auto")
+        self.assertRegex(chosen.stderr, r"worker: device=\w+\S* reason=\"(no GPU is used, |the faster)")
+
     def test_workers_budget_and_memory_content_do_not_change_a_byte(self):
         reference, _ = self.prepare("reference")
         want = file_hashes(reference)

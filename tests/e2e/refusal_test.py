@@ -164,6 +164,10 @@ class RefusalTest(TestCase):
     def test_too_little_memory_states_the_minimum(self):
         self.refuse_plan_too("INVALID_ARGUMENT", "--memory-budget", "1KiB")
 
+    def test_device_that_is_unknown_or_not_there(self):
+        self.refuse(["INVALID_ARGUMENT", "'gpu'", "want cpu, hip, hip:N"], "--device", "gpu")
+        self.refuse(["FAILED_PRECONDITION", "hip:4095", "--device cpu"], "--device", "hip:4095")
+
     def test_unknown_and_repeated_flags_are_usage_errors(self):
         self.refuse_plan_too("--tensor-paralel-size", "--tensor-paralel-size", 4, code=2)
         self.refuse_plan_too("--profile", "--profile", "logical", "--profile", "logical", code=2)

@@ -137,8 +137,10 @@ TEST(DeviceChoice, TheMeasureRunsWeightsAndScalesOnEveryThread) {
   EXPECT_GT(MeasureShuffler(three, 3).value(), 0);
   EXPECT_EQ(three.calls, 3 * one.calls);
   EXPECT_EQ(three.bytes, 3 * one.bytes);
-  // A scale byte for 16 bytes of weights.
-  EXPECT_EQ(one.bytes % (64 * (3584 + 224)), 0);
+  // Whole experts: w13, w2 and the scales of both, of 12 columns and 4 of fill in w2.
+  const int64_t expert =
+      int64_t{768} * 3584 + int64_t{7200} * 192 + int64_t{768} * 224 + int64_t{7200} * 16;
+  EXPECT_EQ(one.bytes % expert, 0);
 }
 
 TEST(DeviceChoice, AMeasureThatFailsReturnsTheErrorFromAnyThread) {

@@ -112,9 +112,10 @@ absl::StatusOr<GpuStream> EmulatedGpu::MakeStream() {
   absl::MutexLock lock(&mu_);
   CheckSelected("make-stream");
   SP_RETURN_IF_ERROR(Count("make-stream"));
-  const int number = streams_made_++;
-  GpuStream stream = reinterpret_cast<GpuStream>(static_cast<uintptr_t>(number) + 1);
-  streams_[stream].number = number;
+  auto made = std::make_unique<Stream>();
+  made->number = streams_made_++;
+  GpuStream stream = made.get();
+  streams_[stream] = std::move(made);
   return stream;
 }
 
@@ -122,7 +123,7 @@ void EmulatedGpu::DestroyStream(GpuStream stream) {
   absl::MutexLock lock(&mu_);
   CheckSelected("destroy-stream");
   const auto found = streams_.find(stream);
-  if (found == streams_.end() || !found->second.queue.empty()) {
+  if (found == streams_.end() || !found->second->queue.empty()) {
     problems_.emplace_back("destroyed a stream that does not exist or is busy");
   }
   streams_.erase(stream);
@@ -151,7 +152,7 @@ void EmulatedGpu::Free(Pool& pool, uint8_t* memory) {
     return;
   }
   for (const auto& [id, stream] : streams_) {
-    for (const Work& work : stream.queue) {
+    for (const Work& work : stream->queue) {
       for (const uint8_t* used : work.memory) {
         if (used < memory || used >= memory + block->second) continue;
         problems_.push_back(absl::StrCat("freed ", pool.name, " memory that is in use"));
@@ -190,14 +191,14 @@ absl::Status EmulatedGpu::Queue(const char* name, GpuStream stream, Work work) {
     problems_.push_back(absl::StrCat(name, ": no such stream"));
     return absl::InternalError("no such stream");
   }
-  SP_RETURN_IF_ERROR(Count(absl::StrCat(name, " ", found->second.number)));
+  SP_RETURN_IF_ERROR(Count(absl::StrCat(name, " ", found->second->number)));
   if (options_.eager) {
     work.run();
     work.run = [] {};
   }
-  found->second.queue.push_back(std::move(work));
+  found->second->queue.push_back(std::move(work));
   int busy = 0;
-  for (const auto& [id, other] : streams_) busy += other.queue.empty() ? 0 : 1;
+  for (const auto& [id, other] : streams_) busy += other->queue.empty() ? 0 : 1;
   most_busy_ = std::max(most_busy_, busy);
   return absl::OkStatus();
 }
@@ -255,8 +256,8 @@ absl::Status EmulatedGpu::Wait(GpuStream stream) {
       problems_.emplace_back("wait: no such stream");
       return absl::InternalError("no such stream");
     }
-    status = Count(absl::StrCat("wait ", found->second.number));
-    queue.swap(found->second.queue);
+    status = Count(absl::StrCat("wait ", found->second->number));
+    queue.swap(found->second->queue);
   }
   // A wait that fails waits all the same, but the results are not there.
   if (status.ok()) {

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -109,7 +110,7 @@ class EmulatedGpu final : public GpuRuntime {
   std::vector<std::string> log_ ABSL_GUARDED_BY(mu_);
   std::vector<std::string> problems_ ABSL_GUARDED_BY(mu_);
   std::map<std::thread::id, int> selected_ ABSL_GUARDED_BY(mu_);
-  std::map<GpuStream, Stream> streams_ ABSL_GUARDED_BY(mu_);
+  std::map<GpuStream, std::unique_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   int streams_made_ ABSL_GUARDED_BY(mu_) = 0;
   int most_busy_ ABSL_GUARDED_BY(mu_) = 0;
   Pool pinned_ ABSL_GUARDED_BY(mu_) = {"pinned", {}};

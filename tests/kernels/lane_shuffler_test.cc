@@ -116,7 +116,7 @@ class LaneShufflerTest : public ::testing::Test {
   absl::StatusOr<std::vector<uint8_t>> Run(Shuffler& shuffler) const {
     std::vector<uint8_t> out(static_cast<size_t>(job_.rows * OutputCols(job_)), 0xAA);
     const RowsView view{source_.data(), job_.native_cols, 0, job_.rows};
-    const absl::Status status =
+    absl::Status status =
         shuffler.Shuffle(job_, absl::MakeConstSpan(&view, 1), 0, job_.rows, out.data());
     if (!status.ok()) return status;
     return out;
@@ -175,7 +175,7 @@ TEST_F(LaneShufflerTest, APieceIsCopiedInLaunchedCopiedOutOnOneStreamAndThenWait
 TEST_F(LaneShufflerTest, MemoryIsAllocatedOnceAndBounded) {
   const auto gpu = std::make_shared<EmulatedGpu>();
   auto shuffler = MakeLaneShuffler(gpu, 0, {.slots = 3, .slot_bytes = int64_t{64} << 10}).value();
-  const int64_t bound = 3 * 2 * (int64_t{64} << 10);
+  const int64_t bound = int64_t{3} * 2 * (int64_t{64} << 10);
   EXPECT_EQ(gpu->AllocatedBytes(), 2 * bound);
   for (int k = 0; k < 3; ++k) EXPECT_EQ(Run(*shuffler).value(), want_);
   EXPECT_EQ(gpu->MostPinnedBytes(), bound);
@@ -222,12 +222,11 @@ TEST_F(LaneShufflerTest, CallsOfTwoThreadsAreUnderWayTogether) {
 TEST_F(LaneShufflerTest, MoreThreadsThanSlotsAllFinish) {
   const auto gpu = std::make_shared<EmulatedGpu>();
   const auto shuffler = MakeLaneShuffler(gpu, 0, small_).value();
-  std::vector<std::thread> threads;
-  for (int k = 0; k < 8; ++k) {
-    threads.emplace_back([&] {
-      for (int call = 0; call < 4; ++call) EXPECT_EQ(Run(*shuffler).value(), want_);
-    });
-  }
+  const auto run = [&] {
+    for (int call = 0; call < 4; ++call) EXPECT_EQ(Run(*shuffler).value(), want_);
+  };
+  std::vector<std::thread> threads(8);
+  for (std::thread& thread : threads) thread = std::thread(run);
   for (std::thread& thread : threads) thread.join();
   EXPECT_THAT(gpu->Problems(), IsEmpty());
 }
@@ -241,7 +240,7 @@ TEST_F(LaneShufflerTest, EveryFailingCallIsReportedAndLeavesNothingInUse) {
     return calls;
   }();
   const int64_t all = whole->calls() - 1;  // the last selects the device for freeing
-  ASSERT_GT(all, opening + 16 * 4);
+  ASSERT_GT(all, opening + int64_t{16} * 4);
   for (int64_t call = 0; call < all; ++call) {
     SCOPED_TRACE(absl::StrCat("call ", call));
     const auto gpu = std::make_shared<EmulatedGpu>();

@@ -13,7 +13,9 @@
 #include "absl/synchronization/notification.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "kernels/hip/lane_shuffler.h"
 #include "kernels/layout.h"
+#include "tests/kernels/emulated_gpu.h"
 #include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
@@ -210,6 +212,33 @@ TEST_F(RegionPrepTest, ThreadsBudgetAndRankSetsDoNotChangeTheBytes) {
   }
   CheckAllParts();
   EXPECT_EQ(one->fingerprint, plan_->fingerprint);
+}
+
+TEST_F(RegionPrepTest, AGpuMakesTheSameBytes) {
+  const auto gpu = std::make_shared<EmulatedGpu>();
+  shuffler_ = MakeLaneShuffler(gpu, 0, {.slots = 2, .slot_bytes = 4096}).value();
+  for (const char* profile : {"aiter-separated", "aiter-interleaved"}) {
+    SCOPED_TRACE(profile);
+    Plan(Spec(4, profile, destination_ / profile));
+    ASSERT_EQ(PrepareAll(3, Budget(4, 3)), absl::OkStatus());
+    CheckAllParts();
+  }
+  EXPECT_THAT(gpu->Problems(), ::testing::IsEmpty());
+}
+
+TEST_F(RegionPrepTest, AGpuThatFailsEndsTheRegionWithItsErrorAndNoPart) {
+  Plan(Spec(4, "aiter-separated", destination_ / "out"));
+  for (const absl::Status& failure : {absl::UnavailableError("fell off the bus"),
+                                      absl::ResourceExhaustedError("no device memory")}) {
+    const auto gpu = std::make_shared<EmulatedGpu>();
+    shuffler_ = MakeLaneShuffler(gpu, 0, {.slots = 2, .slot_bytes = 4096}).value();
+    gpu->FailCall(gpu->calls() + 10, failure, /*lost=*/true);
+    const absl::Status status = PrepareRegion(Task(0, 3, Budget(4, 3)), progress_);
+    EXPECT_EQ(status.code(), failure.code());
+    EXPECT_THAT(std::string(status.message()), HasSubstr(std::string(failure.message())));
+    EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+    EXPECT_THAT(gpu->Problems(), ::testing::IsEmpty());
+  }
 }
 
 TEST_F(RegionPrepTest, EachSourceByteIsReadOnce) {

@@ -30,6 +30,7 @@ constexpr Command kCommands[] = {
     {"sign", "Verifies an artefact and signs its manifest.", &RunSign},
     {"fetch", "Gets the files of some ranks, if they fit.", &RunFetch},
     {"layout", "Applies one layout to raw bytes; lists layouts.", &RunLayout},
+    {"bench", "Measures this machine and how near a job comes to it.", &RunBench},
     {"submit", "Gives a job to a running controller.", &RunSubmit},
     {"get", "Shows a job.", &RunGet},
     {"list", "Lists jobs.", &RunList},

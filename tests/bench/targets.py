@@ -6,7 +6,8 @@
 
 Every figure is a ratio of medians, or a size, within this run on this machine; what is compared is
 measured in turn, after a round that does not count. Others on the machine disturb both sides, and
-not equally: how many processors they took is printed. --rows picks rows by their names. --full goes
+not equally: how many processors they took is printed, and beside seconds by the clock those of
+processors, which they disturb less. --rows picks rows by their names. --full goes
 to 8 GiB in the growth row and to a source of 20 GiB in the memory row. --quick runs everything once
 on sources too small to judge, to see that it runs, and judges nothing.
 
@@ -16,6 +17,7 @@ torch_yardstick.py; its shuffled bytes are compared with those of the job.
 """
 
 import argparse
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -70,22 +72,39 @@ def drop_pages(directory):
         os.close(handle)
 
 
+class Sample(collections.namedtuple("Sample", "wall processor")):
+    """Seconds that something took, by the clock and of processors."""
+
+    def __str__(self):
+        return f"{self.wall:.2f} s, {self.processor:.2f} s of processors"
+
+
+def processor_seconds():
+    """Of this process and all that it has waited for."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
 def timed(function, destination, before=None):
-    """Seconds of one call that makes `destination`, which is removed afterwards."""
+    """Sample of one call that makes `destination`, which is removed afterwards."""
     if before:
         before()
-    start = time.monotonic()
+    start, processor = time.monotonic(), processor_seconds()
     function()
-    seconds = time.monotonic() - start
+    sample = Sample(time.monotonic() - start, processor_seconds() - processor)
     shutil.rmtree(destination)
     os.sync()
-    return seconds
+    return sample
+
+
+def medians(samples):
+    return Sample(*map(statistics.median, zip(*samples)))
 
 
 def medians_in_turn(repetitions, *measures):
-    """The median of each measure, taken one after the other, after an uncounted round."""
+    """The medians of each measure, taken one after the other, after an uncounted round."""
     rounds = [[measure() for measure in measures] for _ in range(1 + repetitions)]
-    return [statistics.median(values) for values in zip(*rounds[1:])]
+    return [medians(samples) for samples in zip(*rounds[1:])]
 
 
 def sha256_rate():
@@ -102,7 +121,7 @@ class OtherLoad:
     """Processors that processes other than ours took since this was made."""
 
     def __init__(self):
-        self.start = time.monotonic(), self.busy(), self.own()
+        self.start = time.monotonic(), self.busy(), processor_seconds()
 
     @staticmethod
     def busy():
@@ -110,14 +129,9 @@ class OtherLoad:
         user, nice, system, _, _, irq, softirq = map(int, words[:7])
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
-    @staticmethod
-    def own():
-        usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
     def average(self):
         start, busy, own = self.start
-        return (self.busy() - busy - (self.own() - own)) / (time.monotonic() - start)
+        return (self.busy() - busy - (processor_seconds() - own)) / (time.monotonic() - start)
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -189,25 +203,25 @@ class Job:
 def job_on_disk(bench):
     job = Job(bench, bench.options.work_dir, bench.options.size_gib * GIB)
     for cold, limit in ((False, 1.0), (True, 1.15)):
-        copy_s, job_s = medians_in_turn(bench.options.repetitions,
-                                        lambda: job.timed(job.copy_durably, cold),
-                                        lambda: job.timed(job.prepare, cold))
+        copied, done = medians_in_turn(bench.options.repetitions,
+                                       lambda: job.timed(job.copy_durably, cold),
+                                       lambda: job.timed(job.prepare, cold))
         bench.row(f"durable job on disk, {'cold' if cold else 'warm'} / cp -r + fsync",
                   f"<= {limit} x the time",
-                  f"{job_s / copy_s:.2f} x ({job.bytes / GIB:.2f} GiB: job {job_s:.2f} s, copy "
-                  f"{copy_s:.2f} s)", job_s <= limit * copy_s)
+                  f"{done.wall / copied.wall:.2f} x ({job.bytes / GIB:.2f} GiB: job {done}; copy "
+                  f"{copied})", done.wall <= limit * copied.wall)
     job.remove()
 
 
 def job_in_tmpfs(bench):
     job = Job(bench, bench.options.tmpfs_dir, bench.options.size_gib * GIB)
-    copy_s, job_s, hash_s = medians_in_turn(
+    copied, done, hashed = medians_in_turn(
         bench.options.repetitions, lambda: job.timed(job.copy), lambda: job.timed(job.prepare),
-        lambda: job.bytes / sha256_rate())
-    allowed_s = 1.5 * copy_s + hash_s
+        lambda: Sample(job.bytes / sha256_rate(), 0))
+    allowed = 1.5 * copied.wall + hashed.wall
     bench.row("job in tmpfs, warm / (1.5 x cp -r + bytes / SHA-256 rate of all processors)", "<= 1",
-              f"{job_s / allowed_s:.2f} ({job.bytes / GIB:.2f} GiB: job {job_s:.2f} s, copy "
-              f"{copy_s:.2f} s, SHA-256 {hash_s:.2f} s)", job_s <= allowed_s)
+              f"{done.wall / allowed:.2f} ({job.bytes / GIB:.2f} GiB: job {done}; copy {copied}; "
+              f"SHA-256 {hashed.wall:.2f} s)", done.wall <= allowed)
     job.remove()
 
 
@@ -219,13 +233,15 @@ def job_and_torch(bench):
     def torch():
         works.append(job.torch()["seconds"])
 
-    torch_s, job_s = medians_in_turn(bench.options.repetitions, lambda: job.timed(torch),
-                                     lambda: job.timed(job.prepare))
-    work_s = statistics.median(works[1:])
-    for what, seconds, least in (("whole command", torch_s, 6), ("without torch's import", work_s, 4)):
+    script, done = medians_in_turn(bench.options.repetitions, lambda: job.timed(torch),
+                                   lambda: job.timed(job.prepare))
+    work = statistics.median(works[1:])
+    for what, seconds, least in (("whole command", script.wall, 6),
+                                 ("without torch's import", work, 4)):
         bench.row(f"durable job on disk / torch script, {what}", f">= {least} x faster",
-                  f"{seconds / job_s:.1f} x ({job.bytes / GIB:.2f} GiB: job {job_s:.2f} s, torch "
-                  f"{seconds:.2f} s)", seconds >= least * job_s)
+                  f"{seconds / done.wall:.1f} x ({job.bytes / GIB:.2f} GiB: job {done}; script "
+                  f"{seconds:.2f} s, {script.processor:.2f} s of processors with its import)",
+                  seconds >= least * done.wall)
     job.remove()
 
 
@@ -374,37 +390,37 @@ def plan_of_v4_pro(bench):
     place = bench.place(bench.options.work_dir)
     preset = "tiny" if bench.options.quick else "v4-pro"
     run(bench.binary("make-checkpoint"), "--out", place / "source", "--preset", preset)
-    seconds, peaks = [], []
+    samples, peaks = [], []
     for _ in range(1 + bench.options.repetitions):
         start = time.monotonic()
         process = subprocess.Popen(
             [bench.binary("shardprep"), "plan", "--source", place / "source", "--destination",
              place / "none", "--tensor-parallel-size", str(RANKS)], stdout=subprocess.DEVNULL)
         _, status, usage = os.wait4(process.pid, 0)
-        seconds.append(time.monotonic() - start)
+        samples.append(Sample(time.monotonic() - start, usage.ru_utime + usage.ru_stime))
         process.returncode = os.waitstatus_to_exitcode(status)
         peaks.append(usage.ru_maxrss * 1024)
         if process.returncode != 0:
             sys.exit(f"plan of {preset}: exit {process.returncode}")
-    median, peak = statistics.median(seconds[1:]), max(peaks)
+    median, peak = medians(samples[1:]), max(peaks)
     bench.row(f"plan of the full V4-Pro geometry ({preset})", "<= 1 s, <= 200 MiB",
-              f"{median:.2f} s, {peak / MIB:.0f} MiB", median <= 1 and peak <= 200 * MIB)
+              f"{median}, {peak / MIB:.0f} MiB", median.wall <= 1 and peak <= 200 * MIB)
     shutil.rmtree(place)
 
 
 def growth(bench):
     sizes = [0.25, 0.5, 1, 2, 4, 8] if bench.options.full else [0.25, 0.5, 1, 2]
-    seconds = {}
+    found = {}
     for size in sizes[:1] if bench.options.quick else sizes:
         job = Job(bench, bench.options.work_dir, size * GIB)
-        (job_s,) = medians_in_turn(bench.options.repetitions, lambda job=job: job.timed(job.prepare))
-        seconds[job.bytes / GIB] = job_s
+        (done,) = medians_in_turn(bench.options.repetitions, lambda job=job: job.timed(job.prepare))
+        found[job.bytes / GIB] = done
         job.remove()
-    each = [job_s / gib for gib, job_s in seconds.items()]
+    each = [done.wall / gib for gib, done in found.items()]
     # What a job costs besides its bytes shrinks with size, so only growth counts against it.
     worst = each[-1] / min(each)
     bench.row("time for each GiB at the largest size / the least at any size", "<= 1.15",
-              f"{worst:.2f} ({', '.join(f'{g:.2f} GiB {s:.2f} s' for g, s in seconds.items())})",
+              f"{worst:.2f} ({'; '.join(f'{gib:.2f} GiB {done}' for gib, done in found.items())})",
               worst <= 1.15)
 
 
@@ -413,9 +429,10 @@ def ranks_flat(bench):
     counts = [2, 4, 8]  # sixteen would pad each slice and so write more
     found = medians_in_turn(bench.options.repetitions,
                             *[lambda n=n: job.timed(lambda: job.prepare(n)) for n in counts])
-    spread = max(found) / min(found)
+    walls = [done.wall for done in found]
+    spread = max(walls) / min(walls)
     bench.row("slowest / fastest of jobs for 2, 4 and 8 ranks", "<= 1.15",
-              f"{spread:.2f} ({', '.join(f'{n} ranks {s:.2f} s' for n, s in zip(counts, found))})",
+              f"{spread:.2f} ({'; '.join(f'{n} ranks {done}' for n, done in zip(counts, found))})",
               spread <= 1.15)
     job.remove()
 

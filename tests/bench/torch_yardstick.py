@@ -7,8 +7,8 @@
       intermediate size 3072.
   torch_yardstick.py job --source DIR --destination DIR --ranks N
       Slices, fuses, shuffles, hashes and saves the routed experts of a DeepSeek-V4 checkpoint in
-      MXFP4, one file for each layer and rank, durably. Prints as JSON the seconds of the work, torch's
-      import not counted, and of the import. Every file is a safetensors file with the tensors
+      MXFP4, one file for each layer and rank, durably. Prints as JSON the seconds of the work,
+      torch's import not counted, and of the import. Every file is a safetensors file with the tensors
       w13_weight, w2_weight, w13_weight_scale and w2_weight_scale of layout aiter-separated.
 """
 

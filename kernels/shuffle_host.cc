@@ -51,6 +51,7 @@ class BlockWriter {
         kernels_(kernels),
         loop_(LoopOf(kernels, tile_, false)),
         bulk_loop_(LoopOf(kernels, tile_, streaming)) {
+    if (streaming && tile_ != TileKind::k16x16) staged_.resize(static_cast<size_t>(block_bytes()));
     std::memcpy(&edge_word_, EdgePattern(job.native_cols / 8 * 8).data(), sizeof(edge_word_));
   }
 
@@ -58,6 +59,16 @@ class BlockWriter {
 
   // `present` of the block's row pointers are not null.
   void Write(const uint8_t** rows, int present, uint8_t* out) {
+    if (staged_.empty()) {
+      WriteBlock(rows, present, out);
+    } else {
+      WriteBlock(rows, present, staged_.data());
+      kernels_.copy_streaming(staged_.data(), block_bytes(), out);
+    }
+  }
+
+ private:
+  void WriteBlock(const uint8_t** rows, int present, uint8_t* out) {
     const int64_t native_cols = present == 0 ? 0 : job_.native_cols;
     if (present != 0 && present != tile_rows_) PointPadsAtZeros(rows);
     int64_t col = WriteSourceTiles(rows, native_cols, out);
@@ -68,7 +79,6 @@ class BlockWriter {
     if (col < out_cols_) WriteEdgeTile(rows, col, 0, out + col * tile_rows_);
   }
 
- private:
   static TileLoop LoopOf(const TileKernels& kernels, TileKind tile, bool streaming) {
     switch (tile) {
       case TileKind::kRow:
@@ -138,6 +148,8 @@ class BlockWriter {
   TileLoop bulk_loop_;
   uint64_t edge_word_ = 0;  // pattern of the E8M0 tile that native_cols ends in
   std::vector<uint8_t> zeros_;
+  // A block in cache on its way past it, where the tile's loop has no streaming stores itself.
+  std::vector<uint8_t> staged_;
 };
 
 // Row-major has no tiles: rows are copied and padded.

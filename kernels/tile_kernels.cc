@@ -37,8 +37,13 @@ void ScalarE8m0Edge(const uint8_t* const* rows, int64_t native_cols, uint64_t pa
   ScalarTiles<TileKind::kE8m0>(word_rows, 1, out + full_tiles * 256);
 }
 
+void ScalarCopy(const uint8_t* from, int64_t size_bytes, uint8_t* to) {
+  std::memcpy(to, from, static_cast<size_t>(size_bytes));
+}
+
 constexpr TileKernels kScalar = {ScalarTiles<TileKind::k16x16>,
                                  ScalarTiles<TileKind::k16x16>,
+                                 ScalarCopy,
                                  [] {},
                                  ScalarTiles<TileKind::kE8m0>,
                                  ScalarE8m0Edge,
@@ -170,8 +175,19 @@ void Sse2N32K4(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
   }
 }
 
-constexpr TileKernels kSse2 = {
-    Sse2Tiles16x16<false>, Sse2Tiles16x16<true>, StoreFence, Sse2E8m0, Sse2E8m0Edge, Sse2N32K4};
+void Sse2CopyStreaming(const uint8_t* from, int64_t size_bytes, uint8_t* to) {
+  for (int64_t at = 0; at < size_bytes; at += 16) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), Load16(from + at));
+  }
+}
+
+constexpr TileKernels kSse2 = {Sse2Tiles16x16<false>,
+                               Sse2Tiles16x16<true>,
+                               Sse2CopyStreaming,
+                               StoreFence,
+                               Sse2E8m0,
+                               Sse2E8m0Edge,
+                               Sse2N32K4};
 
 // Function attributes instead of compiler flags keep the rest of the program runnable on any
 // x86-64.
@@ -262,8 +278,19 @@ SP_TARGET_AVX2 void Avx2E8m0Edge(const uint8_t* const* rows, int64_t native_cols
       out);
 }
 
-constexpr TileKernels kAvx2 = {
-    Avx2Tiles16x16<false>, Avx2Tiles16x16<true>, StoreFence, Avx2E8m0, Avx2E8m0Edge, Sse2N32K4};
+SP_TARGET_AVX2 void Avx2CopyStreaming(const uint8_t* from, int64_t size_bytes, uint8_t* to) {
+  for (int64_t at = 0; at < size_bytes; at += 32) {
+    Store32<true>(to + at, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + at)));
+  }
+}
+
+constexpr TileKernels kAvx2 = {Avx2Tiles16x16<false>,
+                               Avx2Tiles16x16<true>,
+                               Avx2CopyStreaming,
+                               StoreFence,
+                               Avx2E8m0,
+                               Avx2E8m0Edge,
+                               Sse2N32K4};
 
 // Four rows of one tile are 64 contiguous bytes of output.
 template <bool kStreaming>
@@ -283,8 +310,13 @@ SP_TARGET_AVX512 void Avx512Tiles16x16(const uint8_t* const* rows, int64_t tiles
   }
 }
 
-constexpr TileKernels kAvx512 = {
-    Avx512Tiles16x16<false>, Avx512Tiles16x16<true>, StoreFence, Avx2E8m0, Avx2E8m0Edge, Sse2N32K4};
+constexpr TileKernels kAvx512 = {Avx512Tiles16x16<false>,
+                                 Avx512Tiles16x16<true>,
+                                 Avx2CopyStreaming,
+                                 StoreFence,
+                                 Avx2E8m0,
+                                 Avx2E8m0Edge,
+                                 Sse2N32K4};
 
 #endif  // defined(__x86_64__)
 

@@ -21,8 +21,11 @@ using E8m0EdgeLoop = void (*)(const uint8_t* const* rows, int64_t native_cols, u
 struct TileKernels {
   TileLoop k16x16;
   // With non-temporal stores; `out` must be 64-byte aligned. Call end_streaming() after the last
-  // one, before another thread may read the output.
+  // such store, before another thread may read the output.
   TileLoop k16x16_streaming;
+  // memcpy of a multiple of 64 bytes to a 64-byte aligned `to`, with non-temporal stores as well.
+  // For tiles whose stores do not fill whole lines one after the other.
+  void (*copy_streaming)(const uint8_t* from, int64_t size_bytes, uint8_t* to);
   void (*end_streaming)();
   TileLoop e8m0;
   E8m0EdgeLoop e8m0_edge;

@@ -52,6 +52,7 @@ int RunDoctor(const CliContext& context, const CliArguments& arguments);
 int RunSign(const CliContext& context, const CliArguments& arguments);
 int RunFetch(const CliContext& context, const CliArguments& arguments);
 int RunLayout(const CliContext& context, const CliArguments& arguments);
+int RunBench(const CliContext& context, const CliArguments& arguments);
 
 // Parses. An exit code when that settles the matter: 0 after help was asked for and printed, 2
 // after a usage error, which is printed with where to find help.

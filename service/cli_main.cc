@@ -31,6 +31,7 @@ constexpr Command kCommands[] = {
     {"fetch", "Gets the files of some ranks, if they fit.", &RunFetch},
     {"doctor", "Tries what jobs will need, and says what is missing.", &RunDoctor},
     {"layout", "Applies one layout to raw bytes; lists layouts.", &RunLayout},
+    {"bench", "Measures this machine and how near a job comes to it.", &RunBench},
     {"submit", "Gives a job to a running controller.", &RunSubmit},
     {"get", "Shows a job.", &RunGet},
     {"list", "Lists jobs.", &RunList},

@@ -28,6 +28,7 @@ Interrupts::Interrupts() {
 
 Interrupts::~Interrupts() {
   done_ = true;
+  pthread_kill(thread_.native_handle(), SIGTERM);  // wakes it
   thread_.join();
 }
 
@@ -42,7 +43,7 @@ void Interrupts::Wait() {
   const timespec turn{.tv_sec = 0, .tv_nsec = 50'000'000};
   while (!done_) {
     const int signal = sigtimedwait(&set, nullptr, &turn);
-    if (signal > 0) Take(signal);
+    if (signal > 0 && !done_) Take(signal);
   }
 }
 

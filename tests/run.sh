@@ -51,7 +51,7 @@ test_release() {
 }
 
 smoke_benchmark() {
-  tests/bench/job_bench.py --bin build/release/bin --smoke
+  tests/bench/targets.py --bin build/release/bin --quick
   tests/support/s3_servers/rgw.sh run tests/bench/s3_bench.py --bin build/release/bin --smoke
 }
 

@@ -28,6 +28,9 @@ class FileOps {
   virtual ssize_t Pwrite(int fd, const void* buffer, size_t size, off_t offset);
   virtual int Fallocate(int fd, off_t size);                     // takes [0, size)
   virtual int StartWriteback(int fd, off_t offset, off_t size);  // sync_file_range(WRITE)
+  // Whether files like this are written faster past the page cache.
+  virtual bool SuitsDirect(int fd);
+  virtual int SetDirect(int fd, bool direct);  // O_DIRECT
   virtual int Fsync(int fd);
   virtual int Close(int fd);
   virtual int Rename(int from_dir, const char* from, int to_dir, const char* to);

@@ -269,12 +269,9 @@ class RankStream {
   }
 
   absl::Status EndPart() {
-    {
-      StageTimer timer(progress_, Stage::kWrite);
-      SP_ASSIGN_OR_RETURN(const ObjectInfo info, writer_->Commit([this] { return MayPublish(); }));
-      record_.set_etag(info.etag);
-      writer_.reset();
-    }
+    SP_ASSIGN_OR_RETURN(const ObjectInfo info, writer_->Commit([this] { return MayPublish(); }));
+    record_.set_etag(info.etag);
+    writer_.reset();
     const FileDigest digest = digest_.Finish();
     v1::FileRecord& file = *record_.mutable_file();
     for (const Sha256Bytes& chunk : digest.chunk_sha256) file.add_chunk_sha256(HexEncode(chunk));
@@ -479,11 +476,13 @@ class RegionThread {
     SP_CHECK(false);
   }
 
-  // Where ending a part takes requests, those of all ranks are under way at once.
+  // Ending a part is waiting, for requests or until files and names are durable. Those of all ranks
+  // wait at once: a file system then puts its journal on the disk once for many of them.
   absl::Status EndPart(bool last) {
-    const int at_once = run_.task.destination->PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
+    StageTimer timer(run_.progress, Stage::kWrite);
     std::vector<absl::Status> ended(streams_.size());
-    ForEachAtOnce(static_cast<int64_t>(streams_.size()), at_once, [&](int64_t s) {
+    const auto count = static_cast<int64_t>(streams_.size());
+    ForEachAtOnce(count, kRequestsAtOnce, [&](int64_t s) {
       ended[s] = run_.CheckStop();
       if (ended[s].ok()) ended[s] = streams_[s]->EndPart();
       if (!ended[s].ok()) {

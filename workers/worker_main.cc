@@ -79,6 +79,7 @@ class Ending {
   }
   ~Ending() {
     done_ = true;
+    pthread_kill(thread_.native_handle(), SIGTERM);  // wakes it
     thread_.join();
   }
 
@@ -100,7 +101,7 @@ class Ending {
     const sigset_t set = Signals();
     const timespec turn{.tv_sec = 0, .tv_nsec = 100'000'000};
     while (!done_) {
-      if (sigtimedwait(&set, nullptr, &turn) > 0) worker_.Drain();
+      if (sigtimedwait(&set, nullptr, &turn) > 0 && !done_) worker_.Drain();
       pollfd input{.fd = STDIN_FILENO, .events = POLLIN, .revents = 0};
       if (!watch_stdin || poll(&input, 1, 0) <= 0) continue;
       char ignored[64];

@@ -8,9 +8,13 @@
 //          cache.
 //   whole  one call from a source to an output that are both larger than the cache, against one
 //          memcpy. Wanted: ratio >= 1 for weights, >= 0.5 for scales.
+//   all    the same on every processor at once, each with buffers of its own, with the best
+//          instruction set. Wanted: ratio >= 0.9 for weights.
+// tests/bench/targets.py reads the counters and compares with torch as well.
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
@@ -18,6 +22,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -112,21 +117,44 @@ void Compare(benchmark::State& state, int64_t bytes, Shuffle shuffle, Copy copy)
   state.counters["ratio"] = copied / shuffled;
 }
 
-void Whole(benchmark::State& state, const Geometry& geometry, HostIsa isa) {
+// work(t) on `threads` threads at once, t from 0 on.
+template <typename Work>
+void OnThreads(int threads, Work work) {
+  std::vector<std::thread> others;
+  for (int t = 1; t < threads; ++t) others.emplace_back(work, t);
+  work(0);
+  for (std::thread& thread : others) thread.join();
+}
+
+void Whole(benchmark::State& state, const Geometry& geometry, HostIsa isa, int threads) {
   ShuffleJob job = JobOf(geometry);
   job.rows = RowsFor(job, OutputCols(job), kWholeBytes);
   const int64_t out_bytes = job.rows * OutputCols(job);
-  const Buffer source = TouchedBuffer(job.rows * job.native_cols);
-  const Buffer plain = TouchedBuffer(out_bytes);
-  const Buffer out = TouchedBuffer(out_bytes);
-  const RowsView view{source.get(), job.native_cols, 0, job.rows};
+  std::vector<Buffer> source, plain, out;
+  for (int t = 0; t < threads; ++t) {
+    source.push_back(TouchedBuffer(job.rows * job.native_cols));
+    plain.push_back(TouchedBuffer(out_bytes));
+    out.push_back(TouchedBuffer(out_bytes));
+  }
   const std::unique_ptr<Shuffler> shuffler = MakeHostShuffler(isa);
   Compare(
-      state, out_bytes,
+      state, out_bytes * threads,
       [&] {
-        return shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out.get()).ok();
+        std::atomic<bool> all{true};
+        OnThreads(threads, [&](int t) {
+          const RowsView view{source[t].get(), job.native_cols, 0, job.rows};
+          if (!shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out[t].get())
+                   .ok()) {
+            all = false;
+          }
+        });
+        return all.load();
       },
-      [&] { std::memcpy(out.get(), plain.get(), static_cast<size_t>(out_bytes)); });
+      [&] {
+        OnThreads(threads, [&](int t) {
+          std::memcpy(out[t].get(), plain[t].get(), static_cast<size_t>(out_bytes));
+        });
+      });
 }
 
 void Block(benchmark::State& state, const Geometry& geometry, HostIsa isa) {
@@ -162,8 +190,15 @@ bool RegisterAll() {
     for (const Geometry& geometry : kGeometries) {
       const std::string name = MakeHostShuffler(isa)->name() + "/" + geometry.name;
       Register(name + "/block", [=](benchmark::State& state) { Block(state, geometry, isa); });
-      Register(name + "/whole", [=](benchmark::State& state) { Whole(state, geometry, isa); });
+      Register(name + "/whole", [=](benchmark::State& state) { Whole(state, geometry, isa, 1); });
     }
+  }
+  const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  for (const Geometry& geometry : kGeometries) {
+    const std::string name = MakeHostShuffler()->name() + "/" + geometry.name;
+    Register(name + "/all", [=](benchmark::State& state) {
+      Whole(state, geometry, BestHostIsa(), threads);
+    });
   }
   return true;
 }

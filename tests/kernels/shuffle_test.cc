@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -133,6 +134,33 @@ TEST(Shuffle, EveryImplementationEqualsTheIndexFunctions) {
         SCOPED_TRACE(absl::StrCat(shuffler->name(), ", ", Describe(job)));
         ASSERT_EQ(Stream(*shuffler, job, source.views, 1, 0xAA), want);
         ASSERT_EQ(Stream(*shuffler, job, source.views, 3, 0x55), want);
+      }
+    }
+  }
+}
+
+// Calls that write so much bypass the cache where the output is aligned.
+TEST(Shuffle, LargeCallsWriteTheSameBytes) {
+  constexpr int64_t kLargeBytes = int64_t{16} << 20;
+  for (const auto& [layout, native_cols, padded_cols] :
+       {std::tuple(LayoutId::kAiter16x16, 3584, 3584), std::tuple(LayoutId::kAiter16x16, 180, 192),
+        std::tuple(LayoutId::kAiterE8m0, 224, 224), std::tuple(LayoutId::kAiterE8m0, 12, 12),
+        std::tuple(LayoutId::kAiterE8m0GateUp, 21, 24),
+        std::tuple(LayoutId::kAiterN32K4, 224, 224)}) {
+    ShuffleJob job{layout, RowOrder::kAsIs, 64, native_cols, padded_cols};
+    job.rows = (kLargeBytes / OutputCols(job) / 64 + 1) * 64;
+    const Source source = MakeSource(job, job.rows / 2, job.native_cols);
+    const std::vector<uint8_t> want = WantOutput(job, source.views);
+    std::vector<uint8_t> memory(want.size() + 128);
+    uint8_t* const aligned =
+        memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+    for (const std::unique_ptr<Shuffler>& shuffler : AllShufflers()) {
+      for (const int shift : {0, 1}) {
+        SCOPED_TRACE(absl::StrCat(shuffler->name(), ", ", Describe(job), ", shift ", shift));
+        std::fill(memory.begin(), memory.end(), 0xAA);
+        ASSERT_TRUE(shuffler->Shuffle(job, source.views, 0, job.rows, aligned + shift).ok());
+        ASSERT_TRUE(std::equal(want.begin(), want.end(), aligned + shift));
+        ASSERT_EQ(aligned[shift + want.size()], 0xAA);
       }
     }
   }

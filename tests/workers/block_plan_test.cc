@@ -44,7 +44,7 @@ TEST_F(MemoryNeedTest, DirectoriesAreReadInBlocks) {
   EXPECT_EQ(need.read_ahead_most, 0);
   EXPECT_GT(need.per_thread, 0);
   EXPECT_GT(need.shared_block, 0);
-  EXPECT_LE(need.Total(8, 2), 8 * kMiB);
+  EXPECT_LE(need.Total(8, 2), 12 * kMiB);
   EXPECT_EQ(need.Most(8, 2), need.Total(8, 2));
 }
 

@@ -16,14 +16,17 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "gmock/gmock.h"
@@ -181,6 +184,7 @@ class FaultyOps : public FileOps {
     Log("writeback");
     return FileOps::StartWriteback(fd, offset, size);
   }
+  bool SuitsDirect(int /*fd*/) override { return false; }
   int Fsync(int fd) override {
     if (stutter && (random_() & 1) != 0) return Fail(EINTR);
     struct stat st;
@@ -581,6 +585,183 @@ TEST(DirectoryStore, ReadsAtOffsetsBeyond32Bits) {
     std::string out(4, '\0');
     ASSERT_THAT((*reader)->ReadAt(offset, {reinterpret_cast<uint8_t*>(out.data()), 4}), IsOk());
     EXPECT_EQ(out, PositionBytes(4, static_cast<uint32_t>(offset >> 8)));
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+// Writing past the page cache.
+
+// A file system that suits it and is as strict as a disk: memory, offset and size of a write must
+// be multiples of 4096.
+class DirectOps : public FileOps {
+ public:
+  bool suits = true;
+  int fails_with = 0;  // each direct write from this offset on
+  off_t fails_from = 0;
+  bool refuses = false;      // direct writes, as a device with larger sectors does
+  bool writes_half = false;  // of the first direct write, cut at any byte
+
+  bool SuitsDirect(int /*fd*/) override { return suits; }
+
+  int SetDirect(int fd, bool direct) override {
+    const absl::MutexLock lock(&mu_);
+    direct_.erase(fd);
+    if (direct) direct_.insert(fd);
+    return 0;
+  }
+
+  ssize_t Pwrite(int fd, const void* buffer, size_t size, off_t offset) override {
+    if (::fcntl(fd, F_GETFD) < 0) ADD_FAILURE() << "written after it was closed";
+    {
+      const absl::MutexLock lock(&mu_);
+      if (direct_.count(fd) == 0) {
+        plain_bytes_ += static_cast<int64_t>(size);
+      } else {
+        const auto address = reinterpret_cast<uintptr_t>(buffer);
+        const bool aligned = address % 4096 == 0 && size % 4096 == 0 && offset % 4096 == 0;
+        if (refuses || !aligned) return Fail(EINVAL);
+        if (fails_with != 0 && offset >= fails_from) return Fail(fails_with);
+        if (std::exchange(writes_half, false)) size = size / 2 + 1;
+        direct_bytes_ += static_cast<int64_t>(size);
+      }
+    }
+    return FileOps::Pwrite(fd, buffer, size, offset);
+  }
+
+  int Fsync(int fd) override {
+    struct stat st;
+    if (::fstat(fd, &st) == 0 && S_ISREG(st.st_mode))
+      bytes_at_fsync = direct_bytes() + plain_bytes();
+    return FileOps::Fsync(fd);
+  }
+
+  int Close(int fd) override {
+    SetDirect(fd, false);
+    return FileOps::Close(fd);
+  }
+
+  int64_t direct_bytes() {
+    const absl::MutexLock lock(&mu_);
+    return direct_bytes_;
+  }
+  int64_t plain_bytes() {
+    const absl::MutexLock lock(&mu_);
+    return plain_bytes_;
+  }
+  int64_t bytes_at_fsync = 0;
+
+ private:
+  static int Fail(int error) {
+    errno = error;
+    return -1;
+  }
+
+  absl::Mutex mu_;
+  std::set<int> direct_ ABSL_GUARDED_BY(mu_);
+  int64_t direct_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t plain_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+class DirectWrites : public testing::Test {
+ protected:
+  DirectWrites() {
+    DirectoryStoreOptions options;
+    options.root = directory_.path();
+    options.file_ops = &ops_;
+    store_ = MustOpen(std::move(options));
+  }
+
+  TemporaryDirectory directory_;
+  DirectOps ops_;
+  std::unique_ptr<ObjectStore> store_;
+};
+
+constexpr int64_t kLarge = int64_t{8} << 20;
+
+TEST_F(DirectWrites, LargeObjectsGoInAlignedPiecesAndTheirEndThroughThePageCache) {
+  int64_t direct = 0, plain = 0;
+  for (const int64_t size :
+       {kLarge, kLarge + 1, kLarge + 4095, kLarge + 4096, int64_t{10'000'001}}) {
+    for (const int64_t reserve : {997, 4096, 100'000, 300'000, 1 << 20}) {
+      SCOPED_TRACE(absl::StrCat(size, " bytes, ", reserve, " at a time"));
+      const std::string bytes = PositionBytes(size);
+      ASSERT_THAT(Stream(*store_, "new", bytes, reserve), IsOk());
+      EXPECT_TRUE(ReadFile(directory_.path("new")) == bytes);
+      direct += size / 4096 * 4096;
+      plain += size % 4096;
+      EXPECT_EQ(ops_.direct_bytes(), direct);
+      EXPECT_EQ(ops_.plain_bytes(), plain);
+      EXPECT_EQ(ops_.bytes_at_fsync, direct + plain) << "made durable before all was written";
+    }
+  }
+}
+
+TEST_F(DirectWrites, AnyAddressOfTheBufferWillDo) {
+  const std::string bytes = PositionBytes(kLarge + 5);
+  const int64_t need = store_->WriteBufferBytes(kLarge + 5, 100'000);
+  std::vector<uint8_t> memory(static_cast<size_t>(need) + 4096);
+  for (const size_t shift : {0, 1, 2048, 4095}) {
+    auto writer = store_->Create(
+        "new", {.size_bytes = kLarge + 5, .buffer = absl::MakeSpan(memory).subspan(shift, need)});
+    ASSERT_TRUE(writer.ok());
+    for (size_t at = 0; at < bytes.size();) {
+      const auto room = (*writer)->Reserve(100'000);
+      ASSERT_TRUE(room.ok()) << room.status();
+      const size_t size = std::min<size_t>(100'000, bytes.size() - at);
+      std::copy_n(bytes.data() + at, size, room->data());
+      ASSERT_THAT((*writer)->Advance(static_cast<int64_t>(size)), IsOk());
+      at += size;
+    }
+    ASSERT_THAT((*writer)->Commit(CommitGate()), IsOk());
+    EXPECT_TRUE(ReadFile(directory_.path("new")) == bytes) << shift;
+  }
+}
+
+TEST_F(DirectWrites, SmallObjectsAndOtherFileSystemsUseThePageCache) {
+  ASSERT_THAT(Stream(*store_, "small", PositionBytes(kLarge - 1), 300'000), IsOk());
+  ASSERT_THAT(store_->Put("put", "bytes", CommitGate()), IsOk());
+  ops_.suits = false;
+  ASSERT_THAT(Stream(*store_, "large", PositionBytes(kLarge), 300'000), IsOk());
+  EXPECT_EQ(ops_.direct_bytes(), 0);
+  EXPECT_EQ(ops_.plain_bytes(), kLarge - 1 + 5 + kLarge);
+}
+
+TEST_F(DirectWrites, WhatIsRefusedOrCutShortIsWrittenThroughThePageCache) {
+  const std::string bytes = PositionBytes(kLarge + 5000);
+  ops_.refuses = true;
+  ASSERT_THAT(Stream(*store_, "refused", bytes, 300'000), IsOk());
+  EXPECT_TRUE(ReadFile(directory_.path("refused")) == bytes);
+  EXPECT_EQ(ops_.direct_bytes(), 0);
+  ops_.refuses = false;
+  ops_.writes_half = true;
+  ASSERT_THAT(Stream(*store_, "cut", bytes, 300'000), IsOk());
+  EXPECT_TRUE(ReadFile(directory_.path("cut")) == bytes);
+}
+
+TEST_F(DirectWrites, AFailureFailsTheWriterAndLeavesNothing) {
+  for (const auto& [error, code] : {std::pair(ENOSPC, absl::StatusCode::kResourceExhausted),
+                                    std::pair(EIO, absl::StatusCode::kUnavailable)}) {
+    for (const off_t from : {off_t{0}, off_t{3} << 20, off_t{kLarge - (600 << 10)}}) {
+      ops_.fails_with = error;
+      ops_.fails_from = from;
+      EXPECT_THAT(Stream(*store_, "new", PositionBytes(kLarge), 300'000),
+                  HasCodeAndText(code, "pwrite"));
+      EXPECT_THAT(Tree(directory_.path()), ElementsAre());
+    }
+  }
+}
+
+TEST_F(DirectWrites, AnAbandonedWriterWaitsForWhatIsUnderWay) {
+  for (int round = 0; round < 20; ++round) {
+    std::vector<uint8_t> buffer(static_cast<size_t>(store_->WriteBufferBytes(kLarge, 500'000)));
+    auto writer = store_->Create("new", {.size_bytes = kLarge, .buffer = absl::MakeSpan(buffer)});
+    ASSERT_TRUE(writer.ok());
+    for (int k = 0; k < 1 + round % 4; ++k) {
+      ASSERT_TRUE((*writer)->Reserve(500'000).ok());
+      ASSERT_THAT((*writer)->Advance(500'000), IsOk());
+    }
+    writer->reset();
+    EXPECT_THAT(Tree(directory_.path()), ElementsAre());
   }
 }
 

@@ -180,7 +180,7 @@ struct JobQueue::Task {
 
 struct JobQueue::Region {
   std::vector<Task> tasks;
-  int64_t bytes_per_rank = 0;
+  RegionTasks sizes;  // bytes of each rank
   int32_t done = 0;
 };
 
@@ -611,9 +611,9 @@ v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
   for (const std::string& id : job.leases) {
     const Lease& lease = *leases_.at(id);
     // Completed ranks are counted as recorded already, and headers are not counted at all.
-    const int64_t per_rank = job.regions[static_cast<size_t>(lease.region)].bytes_per_rank;
-    const int64_t recorded = per_rank * static_cast<int64_t>(lease.completed.size());
-    const int64_t open = per_rank * static_cast<int64_t>(lease.ranks.size()) - recorded;
+    const RegionTasks& sizes = job.regions[static_cast<size_t>(lease.region)].sizes;
+    const int64_t recorded = sizes.BytesOf({lease.completed.begin(), lease.completed.end()});
+    const int64_t open = sizes.BytesOf(lease.ranks) - recorded;
     written += std::clamp(lease.bytes_written - recorded, int64_t{0}, open);
     read += lease.bytes_read;
     for (const auto& [stage, value] : lease.stage_seconds) seconds[stage] += value;
@@ -735,14 +735,15 @@ void JobQueue::TakePlan(Job& job, StartedJob started) {
   job.tasks_total = job.bytes_total = 0;
   for (const RegionTasks& tasks : started.regions) {
     Region region;
-    region.bytes_per_rank = tasks.bytes_per_rank;
+    region.sizes.bytes_per_rank = tasks.bytes_per_rank;
+    region.sizes.other_bytes = tasks.other_bytes;
     for (const int32_t rank : tasks.ranks) {
       Task task;
       task.rank = rank;
       region.tasks.push_back(std::move(task));
     }
     job.tasks_total += static_cast<int64_t>(tasks.ranks.size());
-    job.bytes_total += tasks.bytes_per_rank * static_cast<int64_t>(tasks.ranks.size());
+    job.bytes_total += tasks.BytesOf(tasks.ranks);
     job.regions.push_back(std::move(region));
     for (const int32_t rank : tasks.done) {
       MarkDone(job, static_cast<int32_t>(job.regions.size()) - 1, rank);
@@ -763,7 +764,7 @@ void JobQueue::MarkDone(Job& job, int32_t region_index, int32_t rank) {
     task.state = Task::State::kDone;
     ++region.done;
     ++job.tasks_done;
-    job.bytes_recorded += region.bytes_per_rank;
+    job.bytes_recorded += region.sizes.BytesOf(rank);
   }
   while (job.first_open_region < job.regions.size() &&
          job.regions[job.first_open_region].done ==

@@ -1,7 +1,9 @@
 #include "service/cli.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 #include <utility>
 
 #include <google/protobuf/message.h>
@@ -47,6 +49,11 @@ absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::strin
 }
 
 absl::StatusOr<std::string> ReadText(const std::string& path, const std::string& what) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": is a directory, want a file with ", what));
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
   std::string text;
@@ -131,7 +138,7 @@ void SpecFlags::AddTo(FlagSet& flags) {
   flags.String(
       "expert-map", "FILE",
       "Which expert each slot holds, instead of a number of redundant ones: a JSON list, or "
-      "one list for each group.",
+      "one list for each group. Slots are placed linear.",
       &expert_map_);
   flags.Choice("naming", NamingSchemeNames(), "Names of the prepared tensors, by engine.",
                &naming_);

@@ -418,6 +418,39 @@ absl::Status SummarizeMemory(const JobPlan& plan, const PlanOptions& options,
 }
 
 absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const PolicyFile& table,
+void AddNote(const char* kind, const std::string& text, const std::string& source,
+             v1::PlanSummary& summary) {
+  v1::PolicyNote& note = *summary.add_policy_notes();
+  note.set_kind(kind);
+  note.set_text(text);
+  note.set_source(source);
+}
+
+// The rows of the policy that hold for the plan, for people who ask why.
+void SummarizePolicy(const JobPlan& plan, const ResolvedKernel& kernel,
+                     const AlignmentPolicy& policy, v1::PlanSummary& summary) {
+  const SlicePlan& slices = plan.slices;
+  const std::string weights = slices.moe().format->weights;
+  for (const int64_t size : slices.LegalMoeSizes()) {
+    summary.add_moe_tensor_parallel_sizes(static_cast<int32_t>(size));
+  }
+  for (const WidthConstraint& constraint : kernel.decision.constraints) {
+    AddNote(
+        "constraint",
+        absl::StrCat(constraint.id, ": padded width a multiple of ", constraint.padded_multiple_of),
+        constraint.source, summary);
+  }
+  for (const AiterMinimum& minimum : policy.AiterMinimumsFor(
+           kernel.profile, slices.intermediate(), slices.padded_intermediate(), weights)) {
+    const std::string when =
+        minimum.unless_multiple_of > 1
+            ? absl::StrCat(", the ", minimum.width == WidthKind::kNative ? "native" : "padded",
+                           " width being no multiple of ", minimum.unless_multiple_of)
+            : "";
+    AddNote("minimum AITER", absl::StrCat(minimum.version, when), minimum.source, summary);
+  }
+}
+
                        const PlanOptions& options) {
   const AlignmentPolicy& policy = table.policy;
   v1::PlanSummary& summary = plan.summary;
@@ -436,6 +469,7 @@ absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const Policy
       kernel.profile, plan.slices.intermediate(), plan.slices.padded_intermediate(),
       plan.slices.moe().format->weights));
   SummarizeGeometry(plan.slices, summary);
+  SummarizePolicy(plan, kernel, policy, summary);
   SP_RETURN_IF_ERROR(SummarizeBytes(plan, summary));
   return SummarizeMemory(plan, options, summary);
 }

@@ -140,6 +140,10 @@ void SpecFlags::AddTo(FlagSet& flags) {
       "Which expert each slot holds, instead of a number of redundant ones: a JSON list, or "
       "one list for each group. Slots are placed linear.",
       &expert_map_);
+  flags.String("state-dict", "FILE",
+               "Refuses the job unless each rank's files hold exactly these parameters: JSON of "
+               "name to dtype and shape, dumped from the engine that is to load them.",
+               &state_dict_);
   flags.Choice("naming", NamingSchemeNames(), "Names of the prepared tensors, by engine.",
                &naming_);
   flags.String(
@@ -194,6 +198,12 @@ absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_direc
     parallel.mutable_physical_to_logical()->Assign(map->begin(), map->end());
   }
   target.set_naming(naming_);
+  if (!state_dict_.empty()) {
+    SP_ASSIGN_OR_RETURN(*target.mutable_state_dict_json(), ReadText(state_dict_, "parameters"));
+    if (target.state_dict_json().empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(state_dict_, ": is empty"));
+    }
+  }
   v1::KernelTarget& kernel = *target.mutable_kernel_target();
   kernel.set_backend(backend_);
   kernel.set_activation(activation_);

@@ -192,7 +192,8 @@ struct JobQueue::Job {
   v1::PrepJob proto;
   std::unique_ptr<v1::PlanSummary> plan;
   std::string policy_json;
-  int64_t bytes = 0;  // serialised, as added
+  std::map<int, std::string> state_dicts;  // by target
+  int64_t bytes = 0;                       // serialised, as added
   std::string destination;
   std::string fingerprint;
   std::string source_token;
@@ -223,9 +224,17 @@ struct JobQueue::Job {
 
   bool started() const { return phase != Phase::kPending && phase != Phase::kFinished; }
 
+  // Puts back what is kept apart from `proto`.
+  void RestoreTexts(v1::PrepJobSpec& spec) const {
+    if (!policy_json.empty()) spec.set_alignment_policy_json(policy_json);
+    for (const auto& [target, text] : state_dicts) {
+      spec.mutable_targets(target)->set_state_dict_json(text);
+    }
+  }
+
   v1::PrepJobSpec Spec() const {
     v1::PrepJobSpec spec = proto.spec();
-    if (!policy_json.empty()) spec.set_alignment_policy_json(policy_json);
+    RestoreTexts(spec);
     return spec;
   }
 };
@@ -315,6 +324,12 @@ JobQueue::Job& JobQueue::Enter(NewJob added, int64_t sequence) {
   job.plan.reset(job.proto.release_plan());
   job.policy_json = job.proto.spec().alignment_policy_json();
   if (job.proto.has_spec()) job.proto.mutable_spec()->clear_alignment_policy_json();
+  for (int t = 0; t < job.proto.spec().targets_size(); ++t) {
+    if (job.proto.spec().targets(t).state_dict_json().empty()) continue;
+    v1::Target& target = *job.proto.mutable_spec()->mutable_targets(t);
+    job.state_dicts[t] = std::move(*target.mutable_state_dict_json());
+    target.clear_state_dict_json();
+  }
   job.destination = std::move(added.destination);
   job.fingerprint = std::move(added.fingerprint);
   job.tasks_total = added.rank_tasks_total;
@@ -596,9 +611,7 @@ absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_to
 v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
   v1::PrepJob proto = job.proto;
   if (with_plan && job.plan != nullptr) *proto.mutable_plan() = *job.plan;
-  if (with_plan && !job.policy_json.empty()) {
-    proto.mutable_spec()->set_alignment_policy_json(job.policy_json);
-  }
+  if (with_plan && proto.has_spec()) job.RestoreTexts(*proto.mutable_spec());
   v1::Progress& progress = *proto.mutable_progress();
   progress.set_rank_tasks_total(static_cast<int32_t>(job.tasks_total));
   progress.set_rank_tasks_done(static_cast<int32_t>(job.tasks_done));

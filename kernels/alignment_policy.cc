@@ -139,15 +139,25 @@ absl::Status AlignmentPolicy::CheckWeights(absl::string_view backend,
       "; backends that do: ", working.empty() ? "none" : absl::StrJoin(working, ", ")));
 }
 
-std::string AlignmentPolicy::MinimumAiterVersion(ProfileId profile, NativeExtent native,
-                                                 PaddedExtent padded,
-                                                 absl::string_view format) const {
-  std::string least;
+std::vector<AiterMinimum> AlignmentPolicy::AiterMinimumsFor(ProfileId profile, NativeExtent native,
+                                                            PaddedExtent padded,
+                                                            absl::string_view format) const {
+  std::vector<AiterMinimum> found;
   for (const AiterMinimum& minimum : aiter_minimums) {
     if (minimum.profile != profile || !Matches(minimum.weights, format)) continue;
     const int64_t width =
         minimum.width == WidthKind::kNative ? native.elements() : padded.elements();
     if (minimum.unless_multiple_of > 1 && width % minimum.unless_multiple_of == 0) continue;
+    found.push_back(minimum);
+  }
+  return found;
+}
+
+std::string AlignmentPolicy::MinimumAiterVersion(ProfileId profile, NativeExtent native,
+                                                 PaddedExtent padded,
+                                                 absl::string_view format) const {
+  std::string least;
+  for (const AiterMinimum& minimum : AiterMinimumsFor(profile, native, padded, format)) {
     if (least.empty() || VersionLess(least, minimum.version)) least = minimum.version;
   }
   return least;

@@ -130,6 +130,11 @@ struct AlignmentPolicy {
   // the message names the backends that do.
   absl::Status CheckWeights(absl::string_view backend, absl::string_view weights) const;
 
+  // The rows that ask for an AITER release for the profile at these per-rank widths.
+  std::vector<AiterMinimum> AiterMinimumsFor(ProfileId profile, NativeExtent native,
+                                             PaddedExtent padded,
+                                             absl::string_view weights = "mxfp4") const;
+
   // The least AITER release for the profile at these per-rank widths, "0.1.16"; empty when any
   // release will do.
   std::string MinimumAiterVersion(ProfileId profile, NativeExtent native, PaddedExtent padded,

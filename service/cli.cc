@@ -1,7 +1,9 @@
 #include "service/cli.h"
 
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 #include <utility>
 
 #include <google/protobuf/message.h>
@@ -47,6 +49,11 @@ absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::strin
 }
 
 absl::StatusOr<std::string> ReadText(const std::string& path, const std::string& what) {
+  std::error_code ignored;
+  if (std::filesystem::is_directory(path, ignored)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": is a directory, want a file with ", what));
+  }
   std::ifstream file(path, std::ios::binary);
   if (!file) return absl::NotFoundError(absl::StrCat(path, ": cannot be opened"));
   std::string text;
@@ -131,8 +138,12 @@ void SpecFlags::AddTo(FlagSet& flags) {
   flags.String(
       "expert-map", "FILE",
       "Which expert each slot holds, instead of a number of redundant ones: a JSON list, or "
-      "one list for each group.",
+      "one list for each group. Slots are placed linear.",
       &expert_map_);
+  flags.String("state-dict", "FILE",
+               "Refuses the job unless each rank's files hold exactly these parameters: JSON of "
+               "name to dtype and shape, dumped from the engine that is to load them.",
+               &state_dict_);
   flags.Choice("naming", NamingSchemeNames(), "Names of the prepared tensors, by engine.",
                &naming_);
   flags.String(
@@ -187,6 +198,12 @@ absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_direc
     parallel.mutable_physical_to_logical()->Assign(map->begin(), map->end());
   }
   target.set_naming(naming_);
+  if (!state_dict_.empty()) {
+    SP_ASSIGN_OR_RETURN(*target.mutable_state_dict_json(), ReadText(state_dict_, "parameters"));
+    if (target.state_dict_json().empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(state_dict_, ": is empty"));
+    }
+  }
   v1::KernelTarget& kernel = *target.mutable_kernel_target();
   kernel.set_backend(backend_);
   kernel.set_activation(activation_);

@@ -84,6 +84,7 @@ class SpecFlags {
   std::string expert_placement_ = "linear";
   int64_t redundant_experts_ = 0;
   std::string expert_map_;
+  std::string state_dict_;
   std::string naming_ = "vllm";
   std::string backend_ = "AUTO";
   std::string activation_;

@@ -248,7 +248,7 @@ absl::StatusOr<std::optional<v1::PrepJob>> Controller::Admit(const std::string& 
   added->fingerprint = facts.fingerprint;
   for (const RegionTasks& region : facts.regions) {
     added->rank_tasks_total += static_cast<int32_t>(region.ranks.size());
-    added->bytes_total += region.bytes_per_rank * static_cast<int64_t>(region.ranks.size());
+    added->bytes_total += region.BytesOf(region.ranks);
   }
   if (added->job.ByteSizeLong() > kMaxJobBytes) {
     return absl::InvalidArgumentError(absl::StrCat("spec and plan take ", added->job.ByteSizeLong(),

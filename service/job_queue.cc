@@ -189,7 +189,7 @@ struct JobQueue::Task {
 
 struct JobQueue::Region {
   std::vector<Task> tasks;
-  int64_t bytes_per_rank = 0;
+  RegionTasks sizes;  // bytes of each rank
   int32_t done = 0;
 };
 
@@ -201,7 +201,8 @@ struct JobQueue::Job {
   v1::PrepJob proto;
   std::unique_ptr<v1::PlanSummary> plan;
   std::string policy_json;
-  int64_t bytes = 0;  // serialised, as added
+  std::map<int, std::string> state_dicts;  // by target
+  int64_t bytes = 0;                       // serialised, as added
   std::string destination;
   std::string fingerprint;
   std::string source_token;
@@ -233,9 +234,17 @@ struct JobQueue::Job {
 
   bool started() const { return phase != Phase::kPending && phase != Phase::kFinished; }
 
+  // Puts back what is kept apart from `proto`.
+  void RestoreTexts(v1::PrepJobSpec& spec) const {
+    if (!policy_json.empty()) spec.set_alignment_policy_json(policy_json);
+    for (const auto& [target, text] : state_dicts) {
+      spec.mutable_targets(target)->set_state_dict_json(text);
+    }
+  }
+
   v1::PrepJobSpec Spec() const {
     v1::PrepJobSpec spec = proto.spec();
-    if (!policy_json.empty()) spec.set_alignment_policy_json(policy_json);
+    RestoreTexts(spec);
     return spec;
   }
 };
@@ -325,6 +334,12 @@ JobQueue::Job& JobQueue::Enter(NewJob added, int64_t sequence) {
   job.plan.reset(job.proto.release_plan());
   job.policy_json = job.proto.spec().alignment_policy_json();
   if (job.proto.has_spec()) job.proto.mutable_spec()->clear_alignment_policy_json();
+  for (int t = 0; t < job.proto.spec().targets_size(); ++t) {
+    if (job.proto.spec().targets(t).state_dict_json().empty()) continue;
+    v1::Target& target = *job.proto.mutable_spec()->mutable_targets(t);
+    job.state_dicts[t] = std::move(*target.mutable_state_dict_json());
+    target.clear_state_dict_json();
+  }
   job.destination = std::move(added.destination);
   job.fingerprint = std::move(added.fingerprint);
   job.tasks_total = added.rank_tasks_total;
@@ -606,9 +621,7 @@ absl::StatusOr<JobPage> JobQueue::List(int page_size, const std::string& page_to
 v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
   v1::PrepJob proto = job.proto;
   if (with_plan && job.plan != nullptr) *proto.mutable_plan() = *job.plan;
-  if (with_plan && !job.policy_json.empty()) {
-    proto.mutable_spec()->set_alignment_policy_json(job.policy_json);
-  }
+  if (with_plan && proto.has_spec()) job.RestoreTexts(*proto.mutable_spec());
   v1::Progress& progress = *proto.mutable_progress();
   progress.set_rank_tasks_total(static_cast<int32_t>(job.tasks_total));
   progress.set_rank_tasks_done(static_cast<int32_t>(job.tasks_done));
@@ -621,9 +634,9 @@ v1::PrepJob JobQueue::Snapshot(const Job& job, bool with_plan) const {
   for (const std::string& id : job.leases) {
     const Lease& lease = *leases_.at(id);
     // Completed ranks are counted as recorded already, and headers are not counted at all.
-    const int64_t per_rank = job.regions[static_cast<size_t>(lease.region)].bytes_per_rank;
-    const int64_t recorded = per_rank * static_cast<int64_t>(lease.completed.size());
-    const int64_t open = per_rank * static_cast<int64_t>(lease.ranks.size()) - recorded;
+    const RegionTasks& sizes = job.regions[static_cast<size_t>(lease.region)].sizes;
+    const int64_t recorded = sizes.BytesOf({lease.completed.begin(), lease.completed.end()});
+    const int64_t open = sizes.BytesOf(lease.ranks) - recorded;
     written += std::clamp(lease.bytes_written - recorded, int64_t{0}, open);
     read += lease.bytes_read;
     for (const auto& [stage, value] : lease.stage_seconds) seconds[stage] += value;
@@ -746,14 +759,15 @@ void JobQueue::TakePlan(Job& job, StartedJob started) {
   job.tasks_total = job.bytes_total = 0;
   for (const RegionTasks& tasks : started.regions) {
     Region region;
-    region.bytes_per_rank = tasks.bytes_per_rank;
+    region.sizes.bytes_per_rank = tasks.bytes_per_rank;
+    region.sizes.other_bytes = tasks.other_bytes;
     for (const int32_t rank : tasks.ranks) {
       Task task;
       task.rank = rank;
       region.tasks.push_back(std::move(task));
     }
     job.tasks_total += static_cast<int64_t>(tasks.ranks.size());
-    job.bytes_total += tasks.bytes_per_rank * static_cast<int64_t>(tasks.ranks.size());
+    job.bytes_total += tasks.BytesOf(tasks.ranks);
     job.regions.push_back(std::move(region));
     for (const int32_t rank : tasks.done) {
       MarkDone(job, static_cast<int32_t>(job.regions.size()) - 1, rank);
@@ -774,7 +788,7 @@ void JobQueue::MarkDone(Job& job, int32_t region_index, int32_t rank) {
     task.state = Task::State::kDone;
     ++region.done;
     ++job.tasks_done;
-    job.bytes_recorded += region.bytes_per_rank;
+    job.bytes_recorded += region.sizes.BytesOf(rank);
   }
   while (job.first_open_region < job.regions.size() &&
          job.regions[job.first_open_region].done ==

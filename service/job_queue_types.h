@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -60,6 +61,17 @@ struct RegionTasks {
   std::vector<int32_t> ranks;
   std::vector<int32_t> done;  // of them, those that are recorded already
   int64_t bytes_per_rank = 0;
+  std::map<int32_t, int64_t> other_bytes;  // of ranks that have another number of bytes
+
+  int64_t BytesOf(int32_t rank) const {
+    const auto it = other_bytes.find(rank);
+    return it == other_bytes.end() ? bytes_per_rank : it->second;
+  }
+  int64_t BytesOf(const std::vector<int32_t>& some) const {
+    int64_t bytes = 0;
+    for (const int32_t rank : some) bytes += BytesOf(rank);
+    return bytes;
+  }
 };
 
 // What planning a job again at its start came to.

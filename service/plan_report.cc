@@ -59,10 +59,18 @@ std::string TargetSection(const v1::PrepJobSpec& spec, const v1::PlanSummary& pl
 std::string RuleSection(const v1::PlanSummary& plan) {
   const v1::AlignmentSummary& alignment = plan.alignment();
   const v1::Extents& extents = plan.extents();
-  const Rows rows = {{"rule", alignment.rule_id()},
-                     {"rule source", WrapText(alignment.rule_source(), 0, 80)},
-                     {"policy", absl::StrCat("version ", alignment.policy_version(), ", sha256 ",
-                                             alignment.policy_digest())}};
+  Rows rows = {{"rule", alignment.rule_id()},
+               {"rule source", WrapText(alignment.rule_source(), 0, 80)},
+               {"policy", absl::StrCat("version ", alignment.policy_version(), ", sha256 ",
+                                       alignment.policy_digest())}};
+  if (plan.moe_tensor_parallel_sizes_size() > 0) {
+    rows.emplace_back("sizes that divide",
+                      WrapText(absl::StrJoin(plan.moe_tensor_parallel_sizes(), ", "), 0, 80));
+  }
+  for (const v1::PolicyNote& note : plan.policy_notes()) {
+    rows.emplace_back(note.kind(),
+                      WrapText(absl::StrCat(note.text(), " (", note.source(), ")"), 0, 80));
+  }
   const auto line = [](const char* name, int64_t native, int64_t align, int64_t padded) {
     return std::vector<std::string>{name, FormatThousands(native), FormatThousands(align),
                                     FormatThousands(padded), FormatThousands(padded - native)};

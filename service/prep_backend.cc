@@ -71,6 +71,11 @@ class RealPlannedJob : public PlannedJob {
       RegionTasks tasks;
       tasks.ranks = plan_->slices.RanksOf(region);
       tasks.bytes_per_rank = region.bytes_per_rank;
+      for (const int32_t rank : tasks.ranks) {
+        int64_t bytes = 0;
+        for (const PartPlan& part : plan_->slices.PartsOf(region, rank)) bytes += part.data_bytes;
+        if (bytes != tasks.bytes_per_rank) tasks.other_bytes[rank] = bytes;
+      }
       facts_.regions.push_back(std::move(tasks));
     }
   }
@@ -106,7 +111,7 @@ class RealPlannedJob : public PlannedJob {
   absl::Status CheckRoom(const InspectedDestination& found) override {
     int64_t needed = facts_.summary.output_bytes();
     for (const RegionTasks& region : found.regions) {
-      needed -= region.bytes_per_rank * static_cast<int64_t>(region.done.size());
+      needed -= region.BytesOf(region.done);
     }
     SP_ASSIGN_OR_RETURN(const int64_t free, destination_->FreeBytes());
     if (free < needed) {

@@ -23,6 +23,7 @@ namespace {
 constexpr size_t kMaxUriSize = 4096;
 constexpr size_t kMaxNameSize = 256;
 constexpr size_t kMaxPolicySize = 1 << 20;
+constexpr size_t kMaxStateDictSize = 1 << 20;
 constexpr int kMaxTargets = 16;
 
 absl::Status CheckSize(const char* field, size_t size, size_t bound) {
@@ -42,6 +43,8 @@ absl::Status CheckSpec(const v1::PrepJobSpec& spec) {
   for (const v1::Target& target : spec.targets()) {
     SP_RETURN_IF_ERROR(CheckSize("destination_uri", target.destination_uri().size(), kMaxUriSize));
     SP_RETURN_IF_ERROR(CheckSize("naming", target.naming().size(), kMaxNameSize));
+    SP_RETURN_IF_ERROR(
+        CheckSize("state_dict_json", target.state_dict_json().size(), kMaxStateDictSize));
     const v1::KernelTarget& kernel = target.kernel_target();
     SP_RETURN_IF_ERROR(CheckSize("backend", kernel.backend().size(), kMaxNameSize));
     SP_RETURN_IF_ERROR(CheckSize("activation", kernel.activation().size(), kMaxNameSize));

@@ -44,6 +44,11 @@ absl::Status CheckExplicit(const ExpertSlotInputs& inputs) {
     return absl::InvalidArgumentError(
         "an explicit expert map says itself what is redundant, want no count beside it");
   }
+  if (inputs.placement == ExpertPlacement::kRoundRobin) {
+    return absl::InvalidArgumentError(
+        "an explicit expert map says itself which slots a group has: neighbours, want placement "
+        "linear beside it");
+  }
   std::vector<bool> held(static_cast<size_t>(inputs.experts), false);
   for (size_t slot = 0; slot < inputs.physical_to_logical.size(); ++slot) {
     const int32_t expert = inputs.physical_to_logical[slot];

@@ -36,7 +36,8 @@ class ExpertSlots {
  public:
   // INVALID_ARGUMENT: more groups than slots; redundant slots that do not divide among the groups,
   // or with round-robin placement or a single group, where engines have none; an explicit map with
-  // a number that is no expert, or without a slot for some expert, or beside `redundant`.
+  // a number that is no expert, or without a slot for some expert, or beside `redundant` or
+  // round-robin placement.
   static absl::StatusOr<ExpertSlots> Make(const ExpertSlotInputs& inputs);
 
   int64_t logical_count() const { return inputs_.experts; }

@@ -255,7 +255,10 @@ FamilyRow Mixtral() {
 }
 
 // The experts of Kimi-K3 work in a latent space of half the hidden size, with the SITU activation
-// (vLLM #50597), which is the only one that the model has.
+// (vLLM #50597), which is the only one that the model has. Names, dtypes and extents of the experts
+// are those that vLLM loads. The keys of config.json are UNVERIFIED: no published file was at hand,
+// they are those of Kimi-K2 and Qwen3-MoE. A file with others is refused naming the key that is
+// missing, and what the keys claim is held against the tensors.
 FamilyRow KimiK3() {
   return {.id = "kimi_k3",
           .model_types = {"kimi_k3"},

@@ -144,7 +144,11 @@ absl::Status CheckExpectation(const v1::Manifest& manifest, const Expectation& e
                               const std::string& uri) {
   if (expectation.key == "aiter") {
     const std::string& minimum = manifest.minimum_aiter_version();
-    if (minimum.empty()) return absl::OkStatus();
+    if (minimum.empty()) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("aiter: expected ", expectation.value, ", found that ", uri,
+                       " states no version that it needs, so there is nothing to hold it against"));
+    }
     SP_ASSIGN_OR_RETURN(const int order, CompareVersions(expectation.value, minimum));
     if (order >= 0) return absl::OkStatus();
     return absl::FailedPreconditionError(absl::StrCat("aiter: expected ", expectation.value,

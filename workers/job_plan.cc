@@ -16,6 +16,7 @@
 #include "workers/object_names.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
+#include "workers/state_dict.h"
 
 namespace shardprep {
 namespace {
@@ -417,6 +418,39 @@ absl::Status SummarizeMemory(const JobPlan& plan, const PlanOptions& options,
   return absl::OkStatus();
 }
 
+void AddNote(const char* kind, const std::string& text, const std::string& source,
+             v1::PlanSummary& summary) {
+  v1::PolicyNote& note = *summary.add_policy_notes();
+  note.set_kind(kind);
+  note.set_text(text);
+  note.set_source(source);
+}
+
+// The rows of the policy that hold for the plan, for people who ask why.
+void SummarizePolicy(const JobPlan& plan, const ResolvedKernel& kernel,
+                     const AlignmentPolicy& policy, v1::PlanSummary& summary) {
+  const SlicePlan& slices = plan.slices;
+  const std::string weights = slices.moe().format->weights;
+  for (const int64_t size : slices.LegalMoeSizes()) {
+    summary.add_moe_tensor_parallel_sizes(static_cast<int32_t>(size));
+  }
+  for (const WidthConstraint& constraint : kernel.decision.constraints) {
+    AddNote(
+        "constraint",
+        absl::StrCat(constraint.id, ": padded width a multiple of ", constraint.padded_multiple_of),
+        constraint.source, summary);
+  }
+  for (const AiterMinimum& minimum : policy.AiterMinimumsFor(
+           kernel.profile, slices.intermediate(), slices.padded_intermediate(), weights)) {
+    const std::string when =
+        minimum.unless_multiple_of > 1
+            ? absl::StrCat(", the ", minimum.width == WidthKind::kNative ? "native" : "padded",
+                           " width being no multiple of ", minimum.unless_multiple_of)
+            : "";
+    AddNote("minimum AITER", absl::StrCat(minimum.version, when), minimum.source, summary);
+  }
+}
+
 absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const PolicyFile& table,
                        const PlanOptions& options) {
   const AlignmentPolicy& policy = table.policy;
@@ -435,12 +469,19 @@ absl::Status Summarize(JobPlan& plan, const ResolvedKernel& kernel, const Policy
   summary.set_minimum_aiter_version(policy.MinimumAiterVersion(
       kernel.profile, plan.slices.intermediate(), plan.slices.padded_intermediate(),
       plan.slices.moe().format->weights));
+  SummarizePolicy(plan, kernel, policy, summary);
   SummarizeGeometry(plan.slices, summary);
   SP_RETURN_IF_ERROR(SummarizeBytes(plan, summary));
   return SummarizeMemory(plan, options, summary);
 }
 
 absl::Status CheckDenseWishes(const v1::PrepJobSpec& spec) {
+  for (const v1::Target& target : spec.targets()) {
+    if (target.state_dict_json().empty() || spec.self_contained()) continue;
+    return absl::InvalidArgumentError(
+        "state_dict_json says what a rank's files hold, and without self_contained a rank needs "
+        "others as well");
+  }
   if (spec.carry() != v1::CARRY_EXPERTS_ONLY) return absl::OkStatus();
   for (const auto& [name, wish] : {std::pair("self_contained", spec.self_contained()),
                                    std::pair("slice_dense", spec.slice_dense())}) {
@@ -535,6 +576,9 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
                        .part_size_bytes = normal.part_size_bytes()}));
   SP_RETURN_IF_ERROR(
       CheckWidth(kernel.decision, slices.intermediate(), slices.padded_intermediate()));
+  if (!target.state_dict_json().empty()) {
+    SP_RETURN_IF_ERROR(CheckStateDict(target.state_dict_json(), slices));
+  }
   SP_ASSIGN_OR_RETURN(
       const auto destination,
       OpenStore(target.destination_uri(), {.create = true, .allowed_roots = {}, .s3 = options.s3}));

@@ -180,13 +180,19 @@ int64_t WidestExtent(const ExpertFormat& format, int64_t full, int64_t ranks) {
   return full % block == 0 && (ranks - 1) * widest < full ? widest : 0;
 }
 
-absl::Status IndivisibleError(const ExpertFormat& format, int64_t full, int64_t ranks) {
-  const int64_t block = std::max<int64_t>(format.block_columns, 1);
+std::vector<int64_t> LegalSizes(const ExpertFormat& format, int64_t full) {
   constexpr int64_t kMostRanks = 4096;
+  const int64_t block = std::max<int64_t>(format.block_columns, 1);
   std::vector<int64_t> legal;
   for (int64_t size = 1; size <= std::min(full / block, kMostRanks); ++size) {
     if (WidestExtent(format, full, size) > 0) legal.push_back(size);
   }
+  return legal;
+}
+
+absl::Status IndivisibleError(const ExpertFormat& format, int64_t full, int64_t ranks) {
+  const int64_t block = std::max<int64_t>(format.block_columns, 1);
+  const std::vector<int64_t> legal = LegalSizes(format, full);
   return absl::InvalidArgumentError(absl::StrCat(
       "intermediate size ", full, " does not divide among ", ranks, " MoE tensor-parallel ranks",
       block > 1 ? absl::StrCat(" into whole block scales of ", block, " elements") : "",
@@ -218,6 +224,10 @@ absl::Status SlicePlan::PlanExtents() {
     }
   }
   return absl::OkStatus();
+}
+
+std::vector<int64_t> SlicePlan::LegalMoeSizes() const {
+  return LegalSizes(*moe_->format, moe_->intermediate);
 }
 
 NativeExtent SlicePlan::IntermediateOf(int32_t rank) const {

@@ -156,6 +156,9 @@ class SlicePlan {
   int32_t GroupOf(int32_t rank) const { return rank / moe_tensor_parallel_size(); }
   int32_t PlaceInGroup(int32_t rank) const { return rank % moe_tensor_parallel_size(); }
 
+  // MoE tensor-parallel sizes by which the intermediate extent divides, rising, up to 4096.
+  std::vector<int64_t> LegalMoeSizes() const;
+
   NativeExtent intermediate() const { return intermediate_; }  // of the widest rank
   NativeExtent IntermediateOf(int32_t rank) const;
   PaddedExtent padded_intermediate() const { return padded_intermediate_; }

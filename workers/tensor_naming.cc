@@ -30,7 +30,9 @@ const std::vector<NamingScheme>& Schemes() {
       // vLLM model_executor/layers/fused_moe/routed_experts.py
       {"vllm-routed-experts", "{prefix}layers.{layer}.{module}.routed_experts.{leaf}", {}, true},
       // SGLang loads the FP4 experts of DeepSeek-V4 by its block-quantised FP8 method
-      // (srt/layers/quantization/fp8.py), which names every scale so.
+      // (srt/layers/quantization/fp8.py), which names every scale so. UNVERIFIED for the other FP4
+      // formats: their scales keep the checkpoint's name, as Quark's and compressed-tensors' do in
+      // vLLM.
       {"sglang", "{prefix}layers.{layer}.{module}.{leaf}", {{"mxfp4", "weight_scale_inv"}}, false},
   };
   return *schemes;

@@ -401,7 +401,9 @@ def _manifest_value(manifest: Mapping[str, Any], key: str) -> str:
 def _check_expectation(manifest: Mapping[str, Any], key: str, value: str) -> None:
     found = _manifest_value(manifest, key)
     if key == "aiter":
-        if found and compare_versions(value, found) < 0:
+        if not found:
+            raise ArtifactError(key, value, "that the artefact states no version that it needs")
+        if compare_versions(value, found) < 0:
             raise ArtifactError(key, value, f"that the artefact needs {found} or later")
     elif found != value:
         raise ArtifactError(key, value, found)

@@ -133,6 +133,15 @@ class OpenTest(Artifacts):
                                  self.dir / "none", "--expect", expect, want=[field, found])
         open_artifact(prepared, RANK, native + ",aiter=0.1.16,hidden=128,tp=2,ep=1,arch=gfx950")
 
+    def test_a_version_is_refused_where_none_is_needed(self):
+        prepared = self.dir / "logical"
+        self.run_ok("shardprep", *prepare_arguments(self.source, prepared, RANKS, "--profile",
+                                                    "logical"))
+        stated = f"profile=logical,width={WIDTH}"
+        open_artifact(prepared, RANK, stated)
+        error = self.refuse(prepared, "states no version", expect=stated + ",aiter=9.9")
+        self.assertEqual(error.field, "aiter")
+
     def test_profile_and_width_must_be_stated(self):
         for expect, field in [("width=128", "profile"), ({"profile": "aiter-separated"}, "width"),
                               ("", "profile")]:

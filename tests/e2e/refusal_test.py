@@ -161,6 +161,10 @@ class RefusalTest(TestCase):
         (self.destination / "model-rank-1-part-0.safetensors").write_text("somebody else's")
         self.refuse(["FAILED_PRECONDITION", "model-rank-1-part-0.safetensors"])
 
+    def test_directory_where_a_file_is_wanted(self):
+        for flag in ("--expert-map", "--state-dict"):
+            self.refuse_plan_too(["INVALID_ARGUMENT", "is a directory"], flag, self.dir)
+
     def test_too_little_memory_states_the_minimum(self):
         self.refuse_plan_too("INVALID_ARGUMENT", "--memory-budget", "1KiB")
 

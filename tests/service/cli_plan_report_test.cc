@@ -95,6 +95,19 @@ TEST(PlanReport, NamesTheRuleItsSourceAndBothExtents) {
   EXPECT_THAT(report, HasSubstr("tensor parallel 4 x data parallel 2, 8 ranks"));
 }
 
+TEST(PlanReport, SaysWhichRowsOfThePolicyApplyAndWhichSizesDivide) {
+  v1::PlanSummary plan = ProPlan();
+  EXPECT_THAT(PlanReport(Spec(), plan), Not(HasSubstr("sizes that divide")));
+  for (const int32_t size : {1, 2, 96}) plan.add_moe_tensor_parallel_sizes(size);
+  v1::PolicyNote& note = *plan.add_policy_notes();
+  note.set_kind("constraint");
+  note.set_text("padded width a multiple of 256");
+  note.set_source("ROCm/aiter #5233");
+  const std::string report = PlanReport(Spec(), plan);
+  EXPECT_THAT(report, HasSubstr("sizes that divide  1, 2, 96\n"));
+  EXPECT_THAT(report, HasSubstr("padded width a multiple of 256 (ROCm/aiter #5233)"));
+}
+
 TEST(PlanReport, MtpLayersAreCountedApart) {
   v1::PlanSummary plan = ProPlan();
   EXPECT_THAT(PlanReport(Spec(), plan), Not(HasSubstr("without MTP")));

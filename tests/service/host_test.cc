@@ -85,7 +85,7 @@ TEST(PrepBackend, PlanningWritesNothing) {
   EXPECT_GT(facts.summary.destination_free_bytes(), 0);
   int64_t bytes = 0;
   for (const RegionTasks& region : facts.regions) {
-    bytes += region.bytes_per_rank * static_cast<int64_t>(region.ranks.size());
+    bytes += region.BytesOf(region.ranks);
   }
   // Output bytes count headers as well.
   EXPECT_LE(bytes, facts.summary.output_bytes());

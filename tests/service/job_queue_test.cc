@@ -89,6 +89,13 @@ class JobQueueTest : public testing::Test {
     return started;
   }
 
+  // As Plan(), but rank 3 has 40 bytes in each region.
+  static StartedJob UnevenPlan(const std::string& fingerprint) {
+    StartedJob started = Plan(fingerprint, 2, 4);
+    for (RegionTasks& tasks : started.regions) tasks.other_bytes[3] = 40;
+    return started;
+  }
+
   void Add(const std::string& id) { ASSERT_EQ(queue_->AddJob(Spec(id)), absl::OkStatus()); }
 
   void ExpectStep(JobStep::Kind kind, const std::string& id) {
@@ -288,6 +295,25 @@ TEST_F(JobQueueTest, OnlyUnfinishedRanksAreRedone) {
   const v1::Lease second = Take("w");
   EXPECT_THAT(RanksOf(second), ElementsAre(1));
   EXPECT_EQ(second.attempt(), 2);
+}
+
+// Under expert parallelism the last groups may hold an expert fewer.
+TEST_F(JobQueueTest, RanksOfUnequalSizeCountWithTheirOwnBytes) {
+  Add("a");
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->StartFinished("a", UnevenPlan("print-a"));
+  EXPECT_EQ(Job("a").progress().bytes_total(), 2 * 340);
+  const v1::Lease lease = Take("w");
+  v1::SynchronizeRequest request = Request("w");
+  v1::LeaseReport& report = *request.add_leases();
+  report.set_lease_id(lease.lease_id());
+  report.set_state(v1::LeaseReport::STATE_RUNNING);
+  report.set_bytes_written(4'000'000);  // never more than there is
+  report.add_completed_ranks(3);
+  Call(request);
+  EXPECT_EQ(Job("a").progress().bytes_written(), 340);
+  queue_->WorkerGone("w", "killed by signal 9 (Killed)");
+  EXPECT_EQ(Job("a").progress().bytes_written(), 40);
 }
 
 TEST_F(JobQueueTest, BytesOfAFailedAttemptAreGivenBack) {

@@ -413,6 +413,47 @@ TEST_F(SliceDenseRefuses, NothingOfABf16WeightWithoutScale) {
             absl::OkStatus());
 }
 
+std::map<std::string, DenseTensor> PlannedDense(TestArtifact& artifact) {
+  artifact.Replan([](v1::PrepJobSpec& spec) { spec.set_slice_dense(true); });
+  std::map<std::string, DenseTensor> tensors;
+  for (const DenseTensor& tensor : artifact.plan().slices.dense_tensors()) {
+    tensors[tensor.name] = tensor;
+  }
+  return tensors;
+}
+
+// Each layer is what its own tensors are: one may have BF16 where the others have FP8.
+TEST(SliceDense, LayersMayDifferInTheirDtypes) {
+  TestArtifactOptions options = SmallV4();
+  options.checkpoint.edit = [](TestTensor& tensor) {
+    if (!absl::StartsWith(tensor.name, "layers.1.ffn.shared_experts.")) return true;
+    if (absl::EndsWith(tensor.name, ".weight")) tensor.dtype = Dtype::kBF16;
+    return !absl::EndsWith(tensor.name, ".scale");
+  };
+  TestArtifact artifact(options);
+  const std::map<std::string, DenseTensor> tensors = PlannedDense(artifact);
+  const std::string shared = ".ffn.shared_experts.down_proj.weight";
+  EXPECT_EQ(tensors.at("model.layers.0" + shared).dtype, Dtype::kF8E4M3);
+  EXPECT_EQ(tensors.at("model.layers.1" + shared).dtype, Dtype::kBF16);
+  EXPECT_EQ(tensors.count("model.layers.0" + shared + "_scale_inv"), 1u);
+  EXPECT_EQ(tensors.count("model.layers.1" + shared + "_scale_inv"), 0u);
+}
+
+// Whatever config.json says of tied embeddings: what is there is carried, what is not is not made.
+TEST(SliceDense, AHeadIsCarriedWhereItIsThereAndNeverInvented) {
+  for (const bool has_head : {false, true}) {
+    TestArtifactOptions options = SmallV4();
+    options.checkpoint.config = {{"tie_word_embeddings", "true"}};
+    options.checkpoint.edit = [has_head](TestTensor& tensor) {
+      return has_head || tensor.name != "head.weight";
+    };
+    TestArtifact artifact(options);
+    const std::map<std::string, DenseTensor> tensors = PlannedDense(artifact);
+    EXPECT_EQ(tensors.count("lm_head.weight"), has_head ? 1u : 0u);
+    EXPECT_EQ(tensors.count("model.embed_tokens.weight"), 1u);
+  }
+}
+
 // Each wish changes the bytes, so it changes the fingerprint; the same wish twice does not.
 TEST(SliceDense, EachWishAndEachRuleIsInTheFingerprint) {
   TestArtifact artifact(SmallV4());

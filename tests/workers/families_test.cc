@@ -86,6 +86,16 @@ Bytes ShuffleScaleExpert(const Matrices& in) {
   return Permute(m.bytes, {m.experts, m.rows / 32, 2, 16, m.cols / 8, 2, 4}, {0, 1, 4, 6, 3, 5, 2});
 }
 Bytes AsIs(const Matrices& m) { return m.bytes; }
+// Rows g0..., u0... as g0, u0, g1, u1...
+Matrices Alternated(const Matrices& m) {
+  return {m.experts, m.rows, m.cols,
+          Permute(m.bytes, {m.experts, 2, m.rows / 2, m.cols}, {0, 2, 1, 3})};
+}
+Bytes ShuffleN32K4(const Matrices& m) {
+  return Permute(m.bytes, {m.experts, m.rows / 32, 32, m.cols / 4, 4}, {0, 1, 3, 2, 4});
+}
+Bytes ShuffleWeightAlternated(const Matrices& m) { return ShuffleWeight(Alternated(m)); }
+Bytes ShuffleN32K4Alternated(const Matrices& m) { return ShuffleN32K4(Alternated(m)); }
 
 using Layout = Bytes (*)(const Matrices&);
 
@@ -105,6 +115,7 @@ struct Family {
   int64_t alignment;
   Layout w13, w13_scale, w2, w2_scale;
   bool bias;
+  const char* architecture = "gfx950";
 };
 
 const Family kFamilies[] = {
@@ -146,6 +157,66 @@ const Family kFamilies[] = {
      ShuffleWeight,
      ShuffleScaleExpert,
      false},
+    {"DeepSeekV4Gfx1250",
+     TestFamily::kDeepSeekV4,
+     "aiter-gfx1250",
+     "AITER_MXFP4_BF16",
+     "model.layers.{}.ffn.experts",
+     "weight",
+     "weight_scale",
+     {"U8", "U8"},
+     512,
+     4,
+     1,
+     32,
+     1,
+     128,
+     ShuffleWeightAlternated,
+     ShuffleN32K4Alternated,
+     ShuffleWeight,
+     ShuffleN32K4,
+     false,
+     "gfx1250"},
+    // Sizes like V4.1's: the native width is no multiple of the alignment at any number of ranks.
+    {"DeepSeekV41Sizes",
+     TestFamily::kDeepSeekV4,
+     "aiter-separated",
+     "AITER_MXFP4_BF16",
+     "model.layers.{}.ffn.experts",
+     "weight",
+     "weight_scale",
+     {"U8", "U8"},
+     576,
+     4,
+     1,
+     32,
+     1,
+     128,
+     ShuffleWeight,
+     ShuffleScale,
+     ShuffleWeight,
+     ShuffleScale,
+     false},
+    {"KimiK3Gfx1250",
+     TestFamily::kKimiK3,
+     "aiter-gfx1250",
+     "AITER_MXFP4_BF16",
+     "language_model.model.layers.{}.block_sparse_moe.experts",
+     "weight_packed",
+     "weight_scale",
+     {"U8", "U8"},
+     384,
+     4,
+     1,
+     32,
+     1,
+     128,
+     ShuffleWeightAlternated,
+     ShuffleN32K4Alternated,
+     ShuffleWeight,
+     ShuffleN32K4,
+     false,
+     "gfx1250"},
     {"DeepSeekV4Fp8",
      TestFamily::kDeepSeekV4Fp8,
      "aiter-separated",
@@ -343,9 +414,27 @@ constexpr int64_t kHidden = 256, kExperts = 5;
 struct Sizes {
   int32_t tp, dp, ep;
 };
-const Sizes kSizes[] = {{1, 1, 1}, {2, 1, 1}, {1, 4, 1}, {4, 1, 2}, {2, 2, 4}};
+// World sizes 1 to 8 over both ways of parallelism, with every group size that divides them.
+const Sizes kSizes[] = {{1, 1, 1}, {2, 1, 1}, {2, 1, 2}, {3, 1, 1}, {3, 1, 3},
+                        {1, 4, 1}, {4, 1, 2}, {2, 2, 4}, {5, 1, 5}, {6, 1, 1},
+                        {3, 2, 2}, {6, 1, 3}, {8, 1, 1}, {4, 2, 2}, {8, 1, 4}};
 
 int64_t CeilOf(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+// Whether groups of this many ranks can cut the experts: into whole blocks, with something for
+// each rank; gpt-oss gives the last what is left.
+bool IsLegal(const Family& family, int64_t group_size) {
+  const int64_t block = std::max<int64_t>(family.block_columns, 1);
+  if (family.family == TestFamily::kGptOss) {
+    const int64_t blocks = family.intermediate / 32;
+    return (group_size - 1) * CeilOf(blocks, group_size) < blocks;
+  }
+  if (family.intermediate % group_size != 0) return false;
+  const int64_t width = family.intermediate / group_size;
+  // The 16 x 16 layout takes rows of 2-byte elements by 64 bytes.
+  if (family.weight_bits == 16 && family.w2 == ShuffleWeight && width * 2 % 64 != 0) return false;
+  return width % block == 0;
+}
 
 // The model of one rank.
 class RankModel {
@@ -480,6 +569,8 @@ class FamiliesTest : public ::testing::TestWithParam<Family> {
     target.mutable_parallel_layout()->set_data_parallel_size(sizes.dp);
     target.mutable_parallel_layout()->set_expert_parallel_size(sizes.ep);
     target.mutable_kernel_target()->set_profile(family.profile);
+    target.mutable_kernel_target()->set_architecture(family.architecture);
+    target.mutable_kernel_target()->set_backend(family.backend);
     target.set_destination_uri(destination);
     return spec;
   }
@@ -516,10 +607,10 @@ class FamiliesTest : public ::testing::TestWithParam<Family> {
   }
 
   // The tensors of a rank's files: name -> bytes; and their dtypes.
-  std::map<std::string, Bytes> TensorsOf(int32_t rank) {
+  std::map<std::string, Bytes> TensorsOf(int32_t rank, Region::Kind kind = Region::Kind::kRouted) {
     std::map<std::string, Bytes> tensors;
     for (const Region& region : plan_->slices.regions()) {
-      if (region.kind != Region::Kind::kRouted) continue;
+      if (region.kind != kind) continue;
       for (const PartPlan& part : plan_->slices.PartsOf(region, rank)) {
         const Bytes file =
             ReadBytes(plan_->target().destination_uri() + "/" + PartKeyOf(part, rank));
@@ -550,12 +641,23 @@ TEST_P(FamiliesTest, ShardsEqualTheModelForEveryParallelLayout) {
   const Family& family = GetParam();
   const CheckpointSpec checkpoint = Checkpoint(family);
   ASSERT_TRUE(WriteTestCheckpoint(source_.path(), checkpoint).ok());
-  int job = 0;
+  int job = 0, legal = 0;
   for (const Sizes& sizes : kSizes) {
     SCOPED_TRACE(absl::StrCat("tp ", sizes.tp, " dp ", sizes.dp, " ep ", sizes.ep));
-    Run(Spec(family, sizes, destination_ / absl::StrCat(job++)));
+    const v1::PrepJobSpec spec = Spec(family, sizes, destination_ / absl::StrCat(job++));
+    const int64_t group_size = int64_t{sizes.tp} * sizes.dp / sizes.ep;
+    if (!IsLegal(family, group_size)) {
+      const absl::Status status = PlanJob(spec, {}).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+      if (family.weight_bits != 16) {
+        EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("sizes that work"));
+      }
+      continue;
+    }
+    ++legal;
+    Run(spec);
     if (HasFatalFailure()) return;
-    EXPECT_EQ(plan_->summary.kernel_target().backend(), family.backend);
+    EXPECT_THAT(plan_->summary.moe_tensor_parallel_sizes(), ::testing::Contains(group_size));
     const auto totals = ProveCoverage(plan_->slices);
     ASSERT_TRUE(totals.ok()) << totals.status();
     EXPECT_EQ(totals->routed_bytes + totals->replicated_bytes, plan_->slices.NeededSourceBytes());
@@ -579,6 +681,46 @@ TEST_P(FamiliesTest, ShardsEqualTheModelForEveryParallelLayout) {
       EXPECT_EQ(found.size(), wanted);
     }
   }
+  EXPECT_GE(legal, 8);
+}
+
+// Other tensors: in each rank's files as in the source, in each family's own names.
+TEST_P(FamiliesTest, SelfContainedRanksHoldEveryOtherTensor) {
+  const Family& family = GetParam();
+  const CheckpointSpec checkpoint = Checkpoint(family);
+  ASSERT_TRUE(WriteTestCheckpoint(source_.path(), checkpoint).ok());
+  v1::PrepJobSpec spec = Spec(family, {2, 1, 2}, destination_ / "out");
+  spec.set_self_contained(true);
+  Run(spec);
+  if (HasFatalFailure()) return;
+  for (const int32_t rank : {0, 1}) {
+    const std::map<std::string, Bytes> found = TensorsOf(rank, Region::Kind::kDense);
+    size_t others = 0;
+    const auto tensors = TestTensors(checkpoint);
+    for (const TestTensor& tensor : tensors.value()) {
+      if (tensor.place) continue;
+      ++others;
+      ASSERT_EQ(found.count(tensor.name), 1u) << tensor.name;
+      const Bytes& bytes = found.at(tensor.name);
+      for (size_t at = 0; at < bytes.size(); ++at) {
+        ASSERT_EQ(bytes[at], ExpectedOtherByte(tensor.name, static_cast<int64_t>(at)))
+            << tensor.name << " byte " << at;
+      }
+    }
+    EXPECT_EQ(found.size(), others);
+  }
+}
+
+// What AUTO chooses for the weights of a family.
+TEST_P(FamiliesTest, AutoChoosesTheBackendThatReadsTheWeights) {
+  const Family& family = GetParam();
+  if (std::string(family.architecture) != "gfx950") GTEST_SKIP() << "AUTO is for gfx950";
+  ASSERT_TRUE(WriteTestCheckpoint(source_.path(), Checkpoint(family)).ok());
+  v1::PrepJobSpec spec = Spec(family, {1, 1, 1}, destination_ / "out");
+  spec.mutable_targets(0)->mutable_kernel_target()->clear_backend();
+  const auto plan = PlanJob(spec, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ((*plan)->summary.kernel_target().backend(), family.backend);
 }
 
 // Content is checked by expert id: slots hold the experts that the map says, and copies are whole.

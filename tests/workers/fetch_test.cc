@@ -498,6 +498,24 @@ TEST_F(FetchTest, WhatAgreesPasses) {
   EXPECT_TRUE(report.ok()) << report.status();
 }
 
+// Nothing to hold a stated version against is no agreement.
+TEST(FetchAiter, AVersionIsRefusedWhereTheArtefactNeedsNone) {
+  TestArtifactOptions options;
+  options.profile = "logical";
+  TestArtifact artifact(options);
+  artifact.Make();
+  ASSERT_EQ(ReadManifest(artifact.destination())->minimum_aiter_version(), "");
+  const TempDir directory;
+  FetchOptions fetch;
+  fetch.ranks = {0};
+  fetch.into = directory / "model";
+  fetch.expect = ParseExpectations("profile=logical,width=128,aiter=9.9").value();
+  ExpectStatus(FetchRanks(artifact.destination(), fetch).status(),
+               absl::StatusCode::kFailedPrecondition, "aiter: expected 9.9, found that");
+  fetch.expect = ParseExpectations("profile=logical,width=128").value();
+  EXPECT_TRUE(FetchRanks(artifact.destination(), fetch).ok());
+}
+
 struct Mismatch {
   std::string expect;
   std::string text;

@@ -123,6 +123,27 @@ TEST_F(JobPlanTest, SavingIsAgainstTheGenericRuleOfThePlatform) {
   EXPECT_EQ(plan->summary.padding_bytes_per_rank(), 2 * 7168 * 4);
 }
 
+TEST_F(JobPlanTest, RowsOfThePolicyThatApplyAreInThePlan) {
+  const auto plan = Plan(Spec());
+  ASSERT_NE(plan, nullptr);
+  EXPECT_THAT(plan->summary.moe_tensor_parallel_sizes(),
+              ::testing::ElementsAre(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96));
+  ASSERT_EQ(plan->summary.policy_notes_size(), 1);
+  EXPECT_EQ(plan->summary.policy_notes(0).kind(), "minimum AITER");
+  EXPECT_THAT(plan->summary.policy_notes(0).text(), HasSubstr("0.1.16"));
+  EXPECT_THAT(plan->summary.policy_notes(0).source(), HasSubstr("3476"));
+  // 768 a rank is a multiple of 256, so any release will do; W4A4 has a constraint besides.
+  EXPECT_EQ(Plan(Spec(4))->summary.policy_notes_size(), 0);
+  v1::PrepJobSpec w4a4 = Spec(4);
+  Kernel(w4a4).set_backend("AITER_MXFP4_MXFP4");
+  const auto constrained = Plan(w4a4);
+  ASSERT_NE(constrained, nullptr);
+  ASSERT_EQ(constrained->summary.policy_notes_size(), 1);
+  EXPECT_EQ(constrained->summary.policy_notes(0).kind(), "constraint");
+  EXPECT_THAT(constrained->summary.policy_notes(0).text(), HasSubstr("256"));
+  EXPECT_THAT(constrained->summary.policy_notes(0).source(), HasSubstr("5233"));
+}
+
 TEST_F(JobPlanTest, MtpCountsOnlyWhenIncluded) {
   v1::PrepJobSpec spec = Spec();
   EXPECT_EQ(Plan(spec)->summary.routed_layer_count(), 1);

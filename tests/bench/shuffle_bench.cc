@@ -196,9 +196,8 @@ bool RegisterAll() {
   const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   for (const Geometry& geometry : kGeometries) {
     const std::string name = MakeHostShuffler()->name() + "/" + geometry.name;
-    Register(name + "/all", [=](benchmark::State& state) {
-      Whole(state, geometry, BestHostIsa(), threads);
-    });
+    Register(name + "/all",
+             [=](benchmark::State& state) { Whole(state, geometry, BestHostIsa(), threads); });
   }
   return true;
 }

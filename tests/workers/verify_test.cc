@@ -2,6 +2,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <ostream>
 #include <string>
 #include <utility>
@@ -278,6 +279,73 @@ TEST(VerifyArtifact, ReplicatedTensorsAreComparedByteForByte) {
   });
   EXPECT_TRUE(Verify(artifact).ok()) << Verify(artifact);
   ExpectDataLoss(VerifyWithSource(artifact), file.tensors(1).name(), "byte 1 is");
+}
+
+// Bytes of the tensors of an artefact's source, by name.
+class SourceBytes {
+ public:
+  explicit SourceBytes(TestArtifact& artifact) : artifact_(artifact) {}
+
+  std::string Get(const std::string& name) const {
+    const TensorInfo tensor = Find(name);
+    return ReadFileBytes(Path(tensor))
+        .substr(static_cast<size_t>(tensor.offset), static_cast<size_t>(tensor.size_bytes));
+  }
+  void Put(const std::string& name, const std::string& bytes) {
+    const TensorInfo tensor = Find(name);
+    std::string file = ReadFileBytes(Path(tensor));
+    WriteFileBytes(Path(tensor),
+                   file.replace(static_cast<size_t>(tensor.offset), bytes.size(), bytes));
+  }
+
+ private:
+  const Checkpoint& checkpoint() const { return artifact_.plan().slices.checkpoint(); }
+  TensorInfo Find(const std::string& name) const {
+    return checkpoint().tensors().at(checkpoint().FindTensor(name).value());
+  }
+  std::string Path(const TensorInfo& tensor) const {
+    return artifact_.SourcePath(checkpoint().files()[static_cast<size_t>(tensor.file)].name);
+  }
+
+  TestArtifact& artifact_;
+};
+
+// Scalars are carried, and tensors that hold the same or that config.json calls one, whether they
+// are or not: each name of the source once, with its bytes, and no other.
+TEST(VerifyArtifact, TensorsThatAreEqualOrSaidToBeTiedAreEachCarried) {
+  TestArtifactOptions options;
+  options.checkpoint.config["tie_word_embeddings"] = "true";
+  for (const char* name : {"q_scale", "k_scale"}) {
+    options.checkpoint.extra.push_back({.name = name, .dtype = Dtype::kF32});
+  }
+  for (const char* name : {"embed_a.weight", "head_a.weight", "embed_b.weight", "head_b.weight"}) {
+    options.checkpoint.extra.push_back({.name = name, .shape = {64, 16}});
+  }
+  TestArtifact artifact(options);
+  SourceBytes source(artifact);
+  source.Put("k_scale", source.Get("q_scale"));
+  source.Put("head_a.weight", source.Get("embed_a.weight"));
+  ASSERT_NE(source.Get("head_b.weight"), source.Get("embed_b.weight"));
+  artifact.Replan();
+  artifact.Make();
+
+  const v1::Manifest manifest = ReadManifest(artifact.destination()).value();
+  const v1::FileRecord file =
+      ReadRankManifest(artifact.destination(), manifest.rank_manifests(2)).value().files(0);
+  const std::string bytes = ReadFileBytes(artifact.Path(kReplicated));
+  std::map<std::string, std::string> stored;
+  for (const v1::TensorRecord& tensor : file.tensors()) {
+    const auto place = static_cast<size_t>(tensor.offset());
+    EXPECT_TRUE(
+        stored.emplace(tensor.name(), bytes.substr(place, static_cast<size_t>(tensor.size_bytes())))
+            .second);
+    EXPECT_EQ(stored[tensor.name()], source.Get(tensor.name())) << tensor.name();
+    EXPECT_TRUE(tensor.name() != "q_scale" || tensor.shape_size() == 0);
+  }
+  for (const TestTensor& tensor : options.checkpoint.extra) {
+    EXPECT_TRUE(stored.contains(tensor.name)) << tensor.name;
+  }
+  EXPECT_TRUE(VerifyWithSource(artifact).ok()) << VerifyWithSource(artifact);
 }
 
 TEST(VerifyArtifact, AChangedSourceByteIsFound) {

@@ -28,7 +28,7 @@ Interrupts::Interrupts() {
 
 Interrupts::~Interrupts() {
   done_ = true;
-  pthread_kill(thread_.native_handle(), SIGTERM);  // wakes it
+  pthread_kill(thread_.native_handle(), SIGINT);  // wakes it
   thread_.join();
 }
 

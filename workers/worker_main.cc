@@ -79,7 +79,7 @@ class Ending {
   }
   ~Ending() {
     done_ = true;
-    pthread_kill(thread_.native_handle(), SIGTERM);  // wakes it
+    pthread_kill(thread_.native_handle(), SIGINT);  // wakes it
     thread_.join();
   }
 

@@ -447,12 +447,12 @@ class RegionThread {
                absl::Span<uint8_t> block)
       : run_(run), number_(number), streams_(std::move(streams)), block_(block) {}
 
-  absl::Status Run(const PartPlan& part) {
-    const auto& first = run_.slices().PartsOf(run_.region, streams_.front()->rank()).front();
+  // `index` counts the parts of the region.
+  absl::Status Run(const PartPlan& part, size_t index) {
     for (const auto& stream : streams_) {
       // Ranks of another shape number their parts otherwise.
       const auto& own = run_.slices().PartsOf(run_.region, stream->rank());
-      SP_RETURN_IF_ERROR(stream->BeginPart(own.at(static_cast<size_t>(part.part - first.part))));
+      SP_RETURN_IF_ERROR(stream->BeginPart(own.at(index)));
     }
     for (int32_t t = 0; t < static_cast<int32_t>(part.tensors.size()); ++t) {
       SP_RETURN_IF_ERROR(PrepareTensor(t, part.tensors[t]));
@@ -460,7 +460,7 @@ class RegionThread {
     if (run_.spans) run_.spans->Finish(number_);
     SP_RETURN_IF_ERROR(run_.files.CheckUnchanged());
     const auto& parts = run_.slices().PartsOf(run_.region, streams_.front()->rank());
-    return EndPart(/*last=*/part.part == parts.back().part);
+    return EndPart(/*last=*/index + 1 == parts.size());
   }
 
  private:
@@ -860,10 +860,12 @@ class Carver {
   absl::Span<uint8_t> left_;
 };
 
-// One part of every rank in `ranks`, which are a batch as of BatchesOf().
-absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
-                         const std::vector<int32_t>& ranks, RegionProgress& progress) {
+// One part, by its index in the region, of every rank in `ranks`, which are a batch as of
+// BatchesOf().
+absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector<int32_t>& ranks,
+                         RegionProgress& progress) {
   const SlicePlan& slices = task.plan->slices;
+  const PartPlan& part = slices.PartsOf(slices.regions()[task.region], ranks.front()).at(index);
   const MemoryNeed& need = task.plan->memory;
   const int32_t rank_count = static_cast<int32_t>(ranks.size());
   SP_ASSIGN_OR_RETURN(const LeaseShape fit, FitLease(need, static_cast<int64_t>(task.memory.size()),
@@ -894,7 +896,7 @@ absl::Status PreparePart(const RegionTask& task, const PartPlan& part,
         std::make_unique<RegionThread>(run, t, std::move(streams), carver.Take(need.per_thread)));
   }
   const auto work = [&](int32_t t) {
-    const absl::Status status = workers[t]->Run(part);
+    const absl::Status status = workers[t]->Run(part, index);
     if (!status.ok()) run.Fail(status);
   };
   std::vector<std::thread> pool;
@@ -944,9 +946,7 @@ absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& ba
       }
     }
     if (ranks.empty()) continue;
-    const PartPlan& part =
-        task.plan->slices.PartsOf(region, ranks.front()).at(static_cast<size_t>(p));
-    SP_RETURN_IF_ERROR(PreparePart(task, part, ranks, progress));
+    SP_RETURN_IF_ERROR(PreparePart(task, static_cast<size_t>(p), ranks, progress));
   }
   return absl::OkStatus();
 }

@@ -13,7 +13,7 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "e2e"))
 import kustomize
 from certificates import make_certificates
-from controller import HTTP_TIMEOUT_S, Controller
+from controller import Controller
 from kube_types import problems_of
 from kustomize import (DEPLOYABLE, RENDERED, bytes_of, containers_of, documents_of, find, flags_of,
                        pod_of, pod_owners, seconds_of)

@@ -1,6 +1,5 @@
 """Where the two servers take their configuration from, and which of the places wins."""
 
-import os
 import pathlib
 import re
 import sys

@@ -10,20 +10,21 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 TABLE = pathlib.Path(__file__).resolve().parent / "cases.md"
 NOT_MET = "Cannot be met: "
 
-# The collection's groups on slicing (A), gate and up (B), bytes and shuffles (C), layers, indexes
-# and directories (E), safetensors (G), files and memory (H), object stores (I, J), workers (K) and
-# messages (L).
+# Every case of the collection.
 EXPECTED_IDS = (
     "A01 A04 A05 A06 A08 A09 A10 A11 A12 A14 A15 A16 A17 A18 A19 A20 A21 "
     "B01 B03 B04 B05 B06 B07 B09 B10 B11 "
     "C02 C03 C04 C06 C07 C09 C10 C11 C12 C13 C14 C15 C16 C17 C18 C19 C20 C21 C22 "
+    "D03 D04 D05 D06 D07 D08 D09 D11 D12 D13 D14 D15 "
     "E01 E02 E03 E04 E05 E06 E08 E09 E11 E12 E13 E14 E15 E16 E17 E18 "
+    "F01 F02 F03 F04 F06 F07 F08 F09 F10 F11 "
     "G03 G04 G05 G06 G07 G08 G09 G10 G11 G12 G13 G14 G15 G16 "
     "H02 H03 H04 H05 H06 H07 H08 H09 H10 H11 H12 H13 H14 H15 H16 "
     "I01 I02 I03 I06 I07 I09 I10 I11 I12 I13 I14 I15 I16 I17 I18 "
     "J02 J03 J04 J05 J06 J07 J08 J09 J10 J11 J12 J13 J14 "
     "K01 K02 K04 K05 K07 K08 "
-    "L01 L02 L03 L05 L06 L07 L08").split()
+    "L01 L02 L03 L05 L06 L07 L08 "
+    "M01 M02 M03 M04 M05 M06 M07").split()
 
 ROW = re.compile(r"^\| ([A-Z]\d\d) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 NAME = re.compile(r"`(\w+\.\w+)`")

@@ -174,7 +174,8 @@ void SpecFlags::AddTo(FlagSet& flags) {
   flags.Bool("experts-only", "Leaves out every tensor that is no routed expert.", &experts_only_);
   flags.String("alignment-policy", "FILE", "Replaces the compiled-in table of alignment rules.",
                &alignment_policy_);
-  flags.Bool("verify-after-write", "Reads each part back and checks it before it counts.",
+  flags.Bool("verify-after-write",
+             "Reads each part back and checks it before it counts, those of an earlier run too.",
              &verify_after_write_);
 }
 

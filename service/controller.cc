@@ -539,6 +539,15 @@ void Controller::RecordQuiet() {
   }
 }
 
+// Whether a long step of the job should go on.
+absl::Status Controller::CheckWanted(const std::string& job_id) {
+  absl::MutexLock lock(&mu_);
+  if (stopping_) return Stopping();
+  SP_ASSIGN_OR_RETURN(const JobView view, queue_.Get(job_id));
+  if (view.job.cancel_requested()) return absl::CancelledError("the job is cancelled");
+  return absl::OkStatus();
+}
+
 absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
   SP_ASSIGN_OR_RETURN(const std::shared_ptr<PlannedJob> plan, PlanOf(job_id));
   StartedJob started;
@@ -546,6 +555,12 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
   started.source_token = plan->facts().source_token;
   // Before looking: what is seen there must hold until the job writes.
   SP_RETURN_IF_ERROR(plan->ClaimDestination());
+  SP_ASSIGN_OR_RETURN(const std::vector<std::string> damaged,
+                      plan->ForgetDamagedParts([&] { return CheckWanted(job_id); }));
+  for (const std::string& key : damaged) {
+    Log(LogLevel::kWarning, "controller", "recorded part is damaged and made again",
+        {{"job", job_id}, {"key", key}});
+  }
   SP_ASSIGN_OR_RETURN(const InspectedDestination found, plan->Inspect());
   started.complete = found.complete;
   started.regions = found.regions;

@@ -148,6 +148,7 @@ class Controller {
 
   void RunStep(const JobStep& step);
   absl::StatusOr<StartedJob> StartJob(const std::string& job_id);
+  absl::Status CheckWanted(const std::string& job_id);
   void FinishStart(const std::string& job_id, absl::StatusOr<StartedJob> started);
   static JobRecord RecordOf(JobView view);
   void DropPlan(const std::string& job_id) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,6 +49,12 @@ class PlannedJob {
   virtual absl::Status ClaimDestination() = 0;
   // Does no I/O that could wait.
   virtual void ReleaseDestination() = 0;
+
+  // Where the spec asks for it: reads the recorded parts again and forgets those that are not what
+  // was recorded. Their keys. Asks `go_on` in between, from any thread, and returns its status when
+  // it refuses.
+  virtual absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
+      const std::function<absl::Status()>& go_on) = 0;
 
   // What lies at the destination. Writes nothing. FAILED_PRECONDITION when it is something else.
   virtual absl::StatusOr<InspectedDestination> Inspect() = 0;

@@ -96,6 +96,12 @@ class RealPlannedJob : public PlannedJob {
 
   void ReleaseDestination() override { claim_.reset(); }
 
+  absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
+      const std::function<absl::Status()>& go_on) override {
+    if (!plan_->spec.verify_after_write()) return std::vector<std::string>();
+    return shardprep::ForgetDamagedParts(*plan_, *destination_, go_on);
+  }
+
   absl::StatusOr<InspectedDestination> Inspect() override {
     SP_ASSIGN_OR_RETURN(const DestinationState state,
                         InspectDestination(*plan_, *source_, *destination_, signer_.get()));

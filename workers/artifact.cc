@@ -51,6 +51,7 @@
 #include "workers/coverage.h"
 #include "workers/digest.h"
 #include "workers/object_names.h"
+#include "workers/parallel.h"
 #include "workers/proto_json.h"
 #include "workers/version.h"
 
@@ -63,6 +64,9 @@ constexpr char kRankNumbering[] = "dp_rank*tensor_parallel_size+tp_rank";
 constexpr int64_t kMaxForeignHeaderBytes = int64_t{64} << 20;
 constexpr int64_t kMaxSmallFileBytes = int64_t{256} << 20;
 constexpr int kDifferencesShown = 5;
+// Of each part that is read again, in each of so many threads.
+constexpr int64_t kReadBytes = int64_t{1} << 20;
+constexpr int kPartsReadAtOnce = 4;
 
 std::string MessageOf(const absl::Status& status) { return std::string(status.message()); }
 
@@ -672,8 +676,19 @@ absl::Status Withdraw(const JobPlan& plan, const Destination& destination) {
 
 // -- Commit --
 
-absl::Status CheckVersion(ObjectStore& source, const std::string& name, const std::string& etag) {
-  const auto info = source.Head(name);
+// Head() of each key, many at once where each is a request.
+std::vector<absl::StatusOr<ObjectInfo>> HeadAll(ObjectStore& store,
+                                                const std::vector<std::string>& keys) {
+  std::vector<absl::StatusOr<ObjectInfo>> infos(keys.size());
+  const int at_once = store.PreferredReadBytes() > 0 ? kRequestsAtOnce : 1;
+  ForEachAtOnce(static_cast<int64_t>(keys.size()), at_once, [&](int64_t k) {
+    infos[static_cast<size_t>(k)] = store.Head(keys[static_cast<size_t>(k)]);
+  });
+  return infos;
+}
+
+absl::Status CheckVersion(const std::string& name, const absl::StatusOr<ObjectInfo>& info,
+                          const std::string& etag) {
   if (absl::IsNotFound(info.status())) {
     return absl::FailedPreconditionError(
         absl::StrCat("source file ", name, " is gone since the job was planned"));
@@ -687,11 +702,19 @@ absl::Status CheckVersion(ObjectStore& source, const std::string& name, const st
 
 absl::Status CheckSourceUnchanged(const JobPlan& plan, ObjectStore& source) {
   const Checkpoint& checkpoint = plan.slices.checkpoint();
+  std::vector<std::string> names;
+  std::vector<std::string> etags;
   for (const CheckpointFile& file : checkpoint.files()) {
-    SP_RETURN_IF_ERROR(CheckVersion(source, file.name, file.etag));
+    names.push_back(file.name);
+    etags.push_back(file.etag);
   }
   for (const SmallFile& file : checkpoint.small_files()) {
-    SP_RETURN_IF_ERROR(CheckVersion(source, file.name, file.info.etag));
+    names.push_back(file.name);
+    etags.push_back(file.info.etag);
+  }
+  const std::vector<absl::StatusOr<ObjectInfo>> infos = HeadAll(source, names);
+  for (size_t f = 0; f < names.size(); ++f) {
+    SP_RETURN_IF_ERROR(CheckVersion(names[f], infos[f], etags[f]));
   }
   return absl::OkStatus();
 }
@@ -706,8 +729,14 @@ absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectSto
   SP_ASSIGN_OR_RETURN(const CoverageTotals totals, ProveCoverage(plan.slices));
   int64_t native = 0;
   const std::vector<PlannedPart> parts = PlannedParts(plan);
+  std::vector<std::string> keys;
   for (const PlannedPart& planned : parts) {
-    const std::string key = PartKeyOf(*planned.part, planned.rank);
+    keys.push_back(PartKeyOf(*planned.part, planned.rank));
+  }
+  const std::vector<absl::StatusOr<ObjectInfo>> infos = HeadAll(store, keys);
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const PlannedPart& planned = parts[p];
+    const std::string& key = keys[p];
     const auto found = records.find({planned.rank, planned.part->part});
     if (found == records.end()) {
       return absl::DataLossError(
@@ -716,7 +745,7 @@ absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectSto
     const v1::PartRecord& record = found->second;
     SP_ASSIGN_OR_RETURN(const v1::PartRecord want, PlannedRecord(plan, planned));
     SP_RETURN_IF_ERROR(CheckRecord(record, want));
-    const auto info = store.Head(key);
+    const auto& info = infos[p];
     if (absl::IsNotFound(info.status())) {
       return absl::DataLossError(absl::StrCat(key, ": recorded, but gone"));
     }
@@ -1004,6 +1033,37 @@ absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectS
   }
   if (any) state.kind = DestinationState::Kind::kResumable;
   return state;
+}
+
+absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
+    const JobPlan& plan, ObjectStore& destination, const std::function<absl::Status()>& go_on) {
+  SP_ASSIGN_OR_RETURN(const Destination found, Destination::Scan(destination));
+  std::vector<v1::PartRecord> records;
+  for (const auto& [task, record] : RecordsOf(plan, found)) {
+    if (found.IsThere(record)) records.push_back(record);
+  }
+  std::vector<absl::Status> outcomes(records.size());
+  ForEachAtOnce(static_cast<int64_t>(records.size()), kPartsReadAtOnce, [&](int64_t r) {
+    absl::Status& outcome = outcomes[static_cast<size_t>(r)];
+    outcome = go_on();
+    if (!outcome.ok()) return;
+    std::vector<uint8_t> buffer(
+        static_cast<size_t>(std::max(kReadBytes, destination.PreferredReadBytes())));
+    outcome =
+        CheckFileBytes(records[static_cast<size_t>(r)].file(), destination, absl::MakeSpan(buffer));
+  });
+  std::vector<std::string> damaged;
+  for (size_t r = 0; r < records.size(); ++r) {
+    if (outcomes[r].ok()) continue;
+    if (!absl::IsDataLoss(outcomes[r]) && !absl::IsNotFound(outcomes[r])) return outcomes[r];
+    const std::string& key = records[r].file().key();
+    for (const JournalEntry& entry : found.journal()) {
+      if (entry.fingerprint != plan.fingerprint || entry.part_key != key) continue;
+      SP_RETURN_IF_ERROR(destination.Delete(entry.key));
+    }
+    damaged.push_back(key);
+  }
+  return damaged;
 }
 
 absl::Status ClearLeftovers(const JobPlan& plan, ObjectStore& destination) {
@@ -1329,6 +1389,29 @@ absl::Status CheckFileRecord(const v1::FileRecord& file) {
     end = tensor.offset() + tensor.size_bytes();
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckFileBytes(const v1::FileRecord& file, ObjectStore& store,
+                            absl::Span<uint8_t> buffer) {
+  SP_CHECK(!buffer.empty());
+  SP_ASSIGN_OR_RETURN(const auto reader, store.Open(file.key()));
+  if (reader->info().size_bytes != file.size_bytes()) {
+    return absl::DataLossError(absl::StrCat(file.key(), ": ", reader->info().size_bytes,
+                                            " bytes, want ", file.size_bytes()));
+  }
+  ChunkedDigest digest;
+  const auto largest = static_cast<int64_t>(buffer.size());
+  for (int64_t at = 0; at < file.size_bytes();) {
+    const int64_t piece = std::min(largest, file.size_bytes() - at);
+    const absl::Span<uint8_t> bytes = buffer.subspan(0, static_cast<size_t>(piece));
+    SP_RETURN_IF_ERROR(reader->ReadAt(at, bytes));
+    digest.Update(bytes);
+    at += piece;
+  }
+  const std::string found = digest.Finish().digest;
+  if (found == file.digest()) return absl::OkStatus();
+  return absl::DataLossError(
+      absl::StrCat(file.key(), ": reads back as ", found, ", but ", file.digest(), " was written"));
 }
 
 std::string DescribeInputs(const std::string& found, const std::string& want) {

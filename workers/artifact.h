@@ -6,11 +6,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "shardprep/v1/manifest.pb.h"
 #include "shardprep/v1/prep.pb.h"
 #include "workers/job_plan.h"
@@ -54,6 +56,13 @@ struct DestinationState {
 absl::StatusOr<DestinationState> InspectDestination(const JobPlan& plan, ObjectStore& source,
                                                     ObjectStore& destination,
                                                     const SigningKey* signer = nullptr);
+
+// Reads every part that the journal records for this plan, and deletes the records of those whose
+// bytes are not what was recorded, so that they are made again: their keys. For jobs that ask for
+// it (verify_after_write), at a destination that is claimed. Asks `go_on` before each part, from
+// several threads, and returns its status when it refuses.
+absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
+    const JobPlan& plan, ObjectStore& destination, const std::function<absl::Status()>& go_on);
 
 // Deletes temporary objects, and what the journals of other fingerprints or source tokens recorded
 // at a destination without a manifest. Called once before a job's first write, at a destination
@@ -137,6 +146,11 @@ absl::StatusOr<v1::RankManifest> ParseRankManifest(const std::string& text,
 // Whether a file's digests agree with its size and with each other, and its tensors lie in it
 // without overlap: then chunk digests can be relied on for every byte. DATA_LOSS naming the file.
 absl::Status CheckFileRecord(const v1::FileRecord& file);
+
+// Reads the object that the record describes through `buffer`, of at least one byte, and compares
+// its digest. DATA_LOSS naming the object, what was recorded and what was found.
+absl::Status CheckFileBytes(const v1::FileRecord& file, ObjectStore& store,
+                            absl::Span<uint8_t> buffer);
 
 // How two fingerprint inputs differ, for people: "profile is logical, want aiter-separated; ...".
 // Source files are named. Empty when they do not differ or are not JSON.

@@ -322,27 +322,9 @@ class RankStream {
   }
 
   absl::Status ReadBack(const v1::FileRecord& file) {
-    SP_ASSIGN_OR_RETURN(const auto reader, task_.destination->Open(file.key()));
-    if (reader->info().size_bytes != file.size_bytes()) {
-      return absl::DataLossError(absl::StrCat(file.key(), ": ", reader->info().size_bytes,
-                                              " bytes after writing, want ", file.size_bytes()));
-    }
-    const int64_t largest =
-        std::min(static_cast<int64_t>(buffer_.size()),
-                 std::max(kBlockBytes, task_.destination->PreferredReadBytes()));
-    for (int64_t at = 0; at < file.size_bytes();) {
-      const int64_t piece = std::min(largest, file.size_bytes() - at);
-      const absl::Span<uint8_t> bytes = buffer_.subspan(0, piece);
-      SP_RETURN_IF_ERROR(reader->ReadAt(at, bytes));
-      digest_.Update(bytes);
-      at += piece;
-    }
-    const std::string found = digest_.Finish().digest;
-    if (found != file.digest()) {
-      return absl::DataLossError(absl::StrCat(file.key(), ": reads back as ", found, ", but ",
-                                              file.digest(), " was written"));
-    }
-    return absl::OkStatus();
+    const int64_t piece = std::min(static_cast<int64_t>(buffer_.size()),
+                                   std::max(kBlockBytes, task_.destination->PreferredReadBytes()));
+    return CheckFileBytes(file, *task_.destination, buffer_.subspan(0, piece));
   }
 
   const RegionTask& task_;

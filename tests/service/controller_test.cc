@@ -248,6 +248,20 @@ TEST_F(ControllerTest, CancelledJobIsRemovedWhenItsWorkerHasStopped) {
   EXPECT_EQ(backend_.calls().removals, 1);
 }
 
+TEST_F(ControllerTest, RecordedPartsAreReadBeforeTheyCountAndOnlyWhileTheJobIsWanted) {
+  backend_.Fail({.forget = absl::FailedPreconditionError("not readable")});
+  ASSERT_TRUE(Create("a", Spec("/models/a", "/out/a")).ok());
+  AwaitState("a", v1::PrepJob::STATE_FAILED);
+  EXPECT_EQ(backend_.calls().forgets, 1);
+  EXPECT_EQ(backend_.calls().clears, 0) << "nothing was written";
+  backend_.Fail({});
+  backend_.while_forgetting = [this] { EXPECT_TRUE(Cancel("b").ok()); };
+  ASSERT_TRUE(Create("b", Spec("/models/b", "/out/b")).ok());
+  AwaitState("b", v1::PrepJob::STATE_CANCELLED);
+  EXPECT_EQ(backend_.calls().forgets, 2);
+  EXPECT_EQ(backend_.calls().clears, 0);
+}
+
 TEST_F(ControllerTest, SilentWorkersSupervisorIsTold) {
   Answer<std::string> silent;
   const auto tell = silent.Callback();

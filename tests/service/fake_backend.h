@@ -21,15 +21,17 @@ namespace shardprep {
 class FakeBackend : public JobBackend {
  public:
   struct Failures {
-    absl::Status plan, inspect, room, clear, commit, remove;
+    absl::Status plan, forget, inspect, room, clear, commit, remove;
   };
   struct Calls {
-    int plans = 0, room_checks = 0, clears = 0, commits = 0, removals = 0, tidies = 0;
+    int plans = 0, room_checks = 0, clears = 0, commits = 0, removals = 0, tidies = 0, forgets = 0;
   };
 
   // Regions of each plan, and ranks of each region.
   int regions = 2;
   int ranks = 2;
+  // Called by each start while it reads recorded parts.
+  std::function<void()> while_forgetting;
 
   void Fail(const Failures& failures) {
     absl::MutexLock lock(&mu_);
@@ -115,6 +117,18 @@ class FakePlannedJob : public PlannedJob {
     absl::MutexLock lock(&backend_->mu_);
     if (claimed_) backend_->claimed_.erase(facts_.destination);
     claimed_ = false;
+  }
+
+  absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
+      const std::function<absl::Status()>& go_on) override {
+    {
+      absl::MutexLock lock(&backend_->mu_);
+      ++backend_->calls_.forgets;
+      if (!backend_->failures_.forget.ok()) return backend_->failures_.forget;
+    }
+    if (backend_->while_forgetting) backend_->while_forgetting();
+    if (const absl::Status status = go_on(); !status.ok()) return status;
+    return std::vector<std::string>();
   }
 
   absl::StatusOr<InspectedDestination> Inspect() override {

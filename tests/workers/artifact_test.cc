@@ -546,6 +546,38 @@ TEST(InspectDestination, ACopiedFileThatSomebodyChangedIsNotOverwritten) {
       absl::StatusCode::kFailedPrecondition, "config.json");
 }
 
+// As when a disk gives back other bytes than it took: size and version are those that were
+// recorded.
+TEST(ForgetDamagedParts, APartOfOtherBytesThanRecordedIsMadeAgain) {
+  TestArtifact artifact;
+  ASSERT_TRUE(artifact.Prepare().ok());
+  const auto go_on = [] { return absl::OkStatus(); };
+  const auto forget = [&] {
+    return ForgetDamagedParts(artifact.plan(), artifact.destination(), go_on);
+  };
+  EXPECT_THAT(forget().value(), IsEmpty());
+  const std::string bytes = ReadFileBytes(artifact.Path(kPart));
+  FlipBits(artifact.Path(kPart), -1);
+  const std::string etag = artifact.destination().Head(kPart)->etag;
+  ChangeRecord(artifact, JournalOf(artifact.plan(), 1, 0),
+               [&](v1::PartRecord& record) { record.set_etag(etag); });
+  ASSERT_EQ(Inspect(artifact).done, AllTasks(artifact.plan())) << "nothing else shows it";
+  EXPECT_THAT(forget().value(), ElementsAre(kPart));
+  EXPECT_EQ(Inspect(artifact).done.size(), AllTasks(artifact.plan()).size() - 1);
+  ASSERT_TRUE(artifact.Prepare().ok());
+  EXPECT_EQ(ReadFileBytes(artifact.Path(kPart)), bytes);
+  EXPECT_EQ(Inspect(artifact).done, AllTasks(artifact.plan()));
+}
+
+TEST(ForgetDamagedParts, EndsWhenItIsToldTo) {
+  TestArtifact artifact;
+  ASSERT_TRUE(artifact.Prepare().ok());
+  const auto stopped = ForgetDamagedParts(artifact.plan(), artifact.destination(),
+                                          [] { return absl::CancelledError("enough"); });
+  ExpectStatus(stopped.status(), absl::StatusCode::kCancelled, "enough");
+  EXPECT_EQ(Inspect(artifact).done, AllTasks(artifact.plan()));
+}
+
 TEST(IsRecorded, NeedsRecordTokenAndTheVeryObject) {
   TestArtifact artifact;
   const auto recorded = [&](int32_t part, int32_t rank) {

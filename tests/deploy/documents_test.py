@@ -201,6 +201,25 @@ class FormatTest(TestCase):
             self.assertIn(f"| `{profile}` | ", text)
 
 
+class SessionTest(TestCase):
+    """The session in README.md, as far as headers say it."""
+
+    def test_the_plan_is_the_one_that_the_binary_makes(self):
+        source = make_checkpoint(self.dir / "checkpoint", preset="quickstart", sparse=True)
+        plan = "\n" + run("shardprep", "plan", "--source", source, "--destination",
+                          self.dir / "prepared", "--tensor-parallel-size", 8,
+                          "--include-mtp").stdout
+        session = (ROOT / "README.md").read_text().split("$ shardprep plan ", 1)[1]
+        shown, prepared = session.split("$ shardprep prepare ", 1)
+        lines = [line.removesuffix("...").rstrip() for line in shown.splitlines()[1:]]
+        lines = [line for line in lines if line]
+        self.assertGreater(len(lines), 10)
+        for line in lines:
+            self.assertIn("\n" + line, plan)
+        fingerprint = re.compile(r"^  fingerprint +([0-9a-f]{64})$", re.MULTILINE)
+        self.assertEqual(fingerprint.search(prepared)[1], fingerprint.search(plan)[1])
+
+
 class ReferencesTest(unittest.TestCase):
     """Commands, flags and links of all documents."""
 

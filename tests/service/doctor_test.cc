@@ -32,7 +32,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
-constexpr StoreProbe kProbe = {.id = "test-1", .size_bytes = (int64_t{3} << 20) + 4711};
+const StoreProbe kProbe = {.id = "test-1", .size_bytes = (int64_t{3} << 20) + 4711};
 
 const Finding* FindingOf(const std::vector<Finding>& findings, const std::string& subject) {
   for (const Finding& finding : findings) {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
+#include "kernels/device_choice.h"
 #include "kernels/profile.h"
 #include "kernels/status_macros.h"
 #include "service/cli.h"
@@ -185,7 +186,8 @@ void Declare(FlagSet& flags, DoctorFlags& wish) {
   flags.String("tls-ca", "FILE", "PEM certificates of the authority.", &wish.security.tls.ca);
   flags.Bool("allow-insecure", "Allows plaintext to an address that is not local.",
              &wish.security.allow_insecure);
-  flags.Choice("device", {"auto", "cpu", "hip"}, "Where shuffles are to run.", &wish.device);
+  flags.String("device", "DEVICE", "Where shuffles are to run: cpu, hip:N or auto, as for prepare.",
+               &wish.device);
   flags.String("backend", "NAME", "Kernel backend of the engine, or AUTO.", &wish.backend);
   flags.String("activation", "NAME", "Activation of the experts.", &wish.activation);
   flags.String("architecture", "NAME", "GPU architecture of the engine.", &wish.architecture);
@@ -209,6 +211,9 @@ int RunDoctor(const CliContext& context, const CliArguments& arguments) {
   DoctorFlags wish;
   Declare(flags, wish);
   if (const auto exit_code = ParseOrExit(flags, kCommand, arguments)) return *exit_code;
+  if (const absl::Status named = CheckDeviceName(wish.device); !named.ok()) {
+    return Fail(kCommand, named);
+  }
 
   Report report;
   report.Add(CheckDevice(wish.device));

@@ -10,9 +10,9 @@ from support import TestCase, file_hashes, make_checkpoint, run
 
 
 class DoctorTest(TestCase):
-    def doctor(self, *arguments):
-        """Exit code, and (verdict, subject) of each line."""
-        result = run("shardprep", "doctor", "--probe-size", "2MiB", "--device", "cpu", *arguments)
+    def doctor(self, *arguments, device="cpu"):
+        """What it printed, and (verdict, subject) of each line."""
+        result = run("shardprep", "doctor", "--probe-size", "2MiB", "--device", device, *arguments)
         lines = [line for line in result.stdout.splitlines()
                  if line.split()[0] in ("ok", "warn", "fail")]
         for line in lines:
@@ -50,6 +50,15 @@ class DoctorTest(TestCase):
                 result, lines = self.doctor(*arguments)
                 self.assertEqual(result.returncode, 1, result.stdout)
                 self.assertIn(("fail", subject), lines)
+
+    def test_a_device_is_named_as_workers_name_it(self):
+        result, lines = self.doctor(device="hip:99")
+        self.assertEqual(result.returncode, 1, result.stdout)
+        self.assertIn(("fail", "device"), lines)
+        result, lines = self.doctor(device="gpu:1")
+        self.assertNotEqual(result.returncode, 0)
+        self.assertEqual(lines, [])
+        self.assertIn("gpu:1", result.stderr)
 
     @unittest.skipIf(os.geteuid() == 0, "root may write anywhere")
     def test_a_place_without_the_right_to_write(self):

@@ -24,12 +24,10 @@
 namespace shardprep {
 namespace {
 
-using ::testing::Contains;
 using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::Field;
 using ::testing::HasSubstr;
-using ::testing::IsEmpty;
 using ::testing::Not;
 
 const StoreProbe kProbe = {.id = "test-1", .size_bytes = (int64_t{3} << 20) + 4711};
@@ -51,6 +49,7 @@ TEST(Doctor, SoundStoresHaveNothingToPutRightAndNothingStays) {
     const std::vector<Finding> findings = ProbeStore(*store, kProbe);
     EXPECT_THAT(findings, Each(Field(&Finding::verdict, Not(Verdict::kFail)))) << store->uri();
     std::vector<std::string> subjects;
+    subjects.reserve(findings.size());
     for (const Finding& finding : findings) subjects.push_back(finding.subject);
     EXPECT_THAT(subjects,
                 ElementsAre("put", "conditional put", "read after write", "list after write",

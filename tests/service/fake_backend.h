@@ -127,7 +127,8 @@ class FakePlannedJob : public PlannedJob {
       if (!backend_->failures_.forget.ok()) return backend_->failures_.forget;
     }
     if (backend_->while_forgetting) backend_->while_forgetting();
-    if (const absl::Status status = go_on(); !status.ok()) return status;
+    absl::Status wanted = go_on();
+    if (!wanted.ok()) return wanted;
     return std::vector<std::string>();
   }
 

@@ -954,7 +954,7 @@ TEST_F(JobQueueTest, BoundsAreForNewJobsAndNotForRestoredOnes) {
   JobQueueOptions options = Options();
   options.max_unfinished_jobs = 1;
   Remake(options);
-  for (int i = 1; i <= 3; ++i) {
+  for (int64_t i = 1; i <= 3; ++i) {
     ASSERT_EQ(queue_->Restore(Restored(absl::StrCat("job-", i), 10 * i, {})), absl::OkStatus());
   }
   EXPECT_EQ(queue_->AddJob(Spec("new")).code(), absl::StatusCode::kResourceExhausted);

@@ -79,13 +79,13 @@ class RequestStore : public ForwardingStore {
   int64_t PreferredReadBytes() const override { return preferred_; }
 
   absl::StatusOr<ObjectInfo> Head(const std::string& key) override {
-    const absl::Status status = Ask(before_head, {key, 0, 0});
+    absl::Status status = Ask(before_head, {key, 0, 0});
     if (!status.ok()) return status;
     return ForwardingStore::Head(key);
   }
 
   absl::StatusOr<std::unique_ptr<ObjectReader>> Open(const std::string& key) override {
-    const absl::Status status = Ask(before_open, {key, 0, 0});
+    absl::Status status = Ask(before_open, {key, 0, 0});
     if (!status.ok()) return status;
     absl::StatusOr<std::unique_ptr<ObjectReader>> reader = ForwardingStore::Open(key);
     if (!reader.ok()) return reader;

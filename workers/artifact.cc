@@ -730,6 +730,7 @@ absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectSto
   int64_t native = 0;
   const std::vector<PlannedPart> parts = PlannedParts(plan);
   std::vector<std::string> keys;
+  keys.reserve(parts.size());
   for (const PlannedPart& planned : parts) {
     keys.push_back(PartKeyOf(*planned.part, planned.rank));
   }

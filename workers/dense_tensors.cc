@@ -264,18 +264,20 @@ class DenseSlicer {
   // quantization_config.weight_block_size of config.json.
   absl::StatusOr<ScaleBlock> Block() const {
     const auto config = nlohmann::json::parse(checkpoint_.config_text(), nullptr, false);
-    const auto bad = absl::InvalidArgumentError(
-        "config.json: quantization_config.weight_block_size: want [rows, columns], by which FP8 "
-        "tensors and their scales are sliced");
-    if (!config.is_object()) return bad;
+    const auto bad = [] {
+      return absl::InvalidArgumentError(
+          "config.json: quantization_config.weight_block_size: want [rows, columns], by which FP8 "
+          "tensors and their scales are sliced");
+    };
+    if (!config.is_object()) return bad();
     const auto quantization = config.find("quantization_config");
-    if (quantization == config.end() || !quantization->is_object()) return bad;
+    if (quantization == config.end() || !quantization->is_object()) return bad();
     const auto size = quantization->find("weight_block_size");
-    if (size == quantization->end() || !size->is_array() || size->size() != 2) return bad;
+    if (size == quantization->end() || !size->is_array() || size->size() != 2) return bad();
     for (const nlohmann::json& extent : *size) {
       if (!extent.is_number_unsigned() || extent.get<uint64_t>() < 1 ||
           extent.get<uint64_t>() > (uint64_t{1} << 20)) {
-        return bad;
+        return bad();
       }
     }
     return ScaleBlock{(*size)[0].get<int64_t>(), (*size)[1].get<int64_t>()};

@@ -55,7 +55,7 @@ TEST_F(MemoryNeedTest, RequestsAreReadAheadAndNeedNoBlocks) {
   EXPECT_EQ(need.per_thread, 0);
   EXPECT_EQ(need.shared_block, 0);
   EXPECT_EQ(need.read_ahead_least, 16 * kMiB);
-  EXPECT_EQ(need.read_ahead_most, (kSourceReaders + 2) * 16 * kMiB);
+  EXPECT_EQ(need.read_ahead_most, int64_t{kSourceReaders + 2} * 16 * kMiB);
   // A tiny preference still leaves room for 32 of the longest rows.
   RequestStore tiny(&v4_pro_.store(), 1);
   EXPECT_EQ(MemoryNeedOf(plan_, tiny, v4_pro_.store()).read_ahead_least, 2 * 32 * 3584);

@@ -83,8 +83,8 @@ class Model {
     Columns(from + ".scale", to + ".weight_scale_inv", (out + 127) / 128, in / 128);
   }
   void HyperHead(const std::string& from, const std::string& to) {
-    Whole(from + "hc_head_fn", to + "hc_head_fn", 4 * 4 * spec_.hidden * 4);
-    Whole(from + "hc_head_base", to + "hc_head_base", 4 * 4);
+    Whole(from + "hc_head_fn", to + "hc_head_fn", 16 * spec_.hidden * 4);
+    Whole(from + "hc_head_base", to + "hc_head_base", 16);
     Whole(from + "hc_head_scale", to + "hc_head_scale", 4);
   }
   void Compressor(const std::string& from, const std::string& to, int64_t ratio, int64_t width) {
@@ -104,9 +104,9 @@ class Model {
       Whole(from + norm, to + norm, 2 * h);
     }
     for (const char* part : {"hc_attn_", "hc_ffn_"}) {
-      Whole(from + part + "fn", to + part + "fn", 24 * 4 * h * 4);
-      Whole(from + part + "base", to + part + "base", 24 * 4);
-      Whole(from + part + "scale", to + part + "scale", 3 * 4);
+      Whole(from + part + "fn", to + part + "fn", 96 * h * 4);
+      Whole(from + part + "base", to + part + "base", 96);
+      Whole(from + part + "scale", to + part + "scale", 12);
     }
     Attention(from + "attn.", to + "attn.", layer, mtp);
     Whole(from + "ffn.gate.weight", to + "ffn.gate.weight", spec_.experts * h * 2);
@@ -360,7 +360,7 @@ TEST_F(SliceDenseRefuses, TensorsThatNoRuleKnowsOrFits) {
          {"layers.0.ffn.shared_experts.w2.weight", "F8_E4M3 with a scale"});
   Expect(Plan(drop("layers.0.attn.wo_a.weight"), 2), absl::StatusCode::kInvalidArgument,
          {"layers.0.attn.wo_a.scale", "scale of no weight"});
-  const auto reshape = [](const std::string& name, std::vector<int64_t> shape) {
+  const auto reshape = [](const std::string& name, const std::vector<int64_t>& shape) {
     return Edited([=](TestTensor& tensor) {
       if (tensor.name == name) tensor.shape = shape;
       return true;

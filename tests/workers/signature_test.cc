@@ -36,6 +36,7 @@ std::shared_ptr<const SigningKey> KeyOf(const TestKeyPair& pair) {
 
 TrustedKeys Trusting(const std::vector<const TestKeyPair*>& pairs) {
   std::vector<std::string> paths;
+  paths.reserve(pairs.size());
   for (const TestKeyPair* pair : pairs) paths.push_back(pair->public_path());
   auto keys = TrustedKeys::Read(paths);
   SP_CHECK(keys.ok());

@@ -33,6 +33,7 @@ std::vector<int32_t> AllRanks(int32_t count) {
 
 std::vector<int64_t> Sizes(const SourceSpan& span) {
   std::vector<int64_t> sizes;
+  sizes.reserve(span.ranges.size());
   for (const SourceRange& range : span.ranges) sizes.push_back(range.size_bytes);
   return sizes;
 }
@@ -146,7 +147,7 @@ TEST(PlanSpans, ASubsetOfRanksReadsItsOwnRowsOfW13) {
 // The published extents: w1, w2 and w3 of one expert are 11,010,048 bytes each.
 class V4ProSpans : public ::testing::Test {
  protected:
-  static constexpr int64_t kTensor = 3072 * 3584, kScale = 3072 * 224;
+  static constexpr int64_t kTensor = int64_t{3072} * 3584, kScale = int64_t{3072} * 224;
 
   SpanPlan Spans(ProfileId profile, const std::vector<int32_t>& ranks, int64_t span_bytes) {
     plan_ = std::make_unique<SlicePlan>(checkpoint_.Plan(Inputs(8, profile)));

@@ -160,6 +160,7 @@ std::vector<std::string> Differences(const Parameters& found, const std::set<std
     }
   }
   std::vector<std::string> lines;
+  lines.reserve(differences.size());
   for (const auto& [name, text] : differences) {
     lines.push_back(absl::StrCat(PrintableName(name), ": ", text));
   }

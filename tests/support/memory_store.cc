@@ -112,7 +112,7 @@ class MemoryReader final : public ObjectReader {
 class MemoryWriter final : public ObjectWriter {
  public:
   MemoryWriter(Objects* objects, std::string key, WriteOptions options)
-      : objects_(objects), key_(std::move(key)), options_(options) {}
+      : objects_(objects), key_(std::move(key)), options_(std::move(options)) {}
 
   absl::StatusOr<absl::Span<uint8_t>> Reserve(int64_t size) override {
     SP_RETURN_IF_ERROR(status_);

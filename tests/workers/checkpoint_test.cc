@@ -320,8 +320,12 @@ TEST(ReadCheckpoint, HeadersOfSixteenFilesAreRequestedAtOnce) {
   TempDir directory;
   WriteText(directory / "config.json", kConfig);
   std::map<std::string, std::string> index;
+  constexpr int kLongNames = 8'000;
   std::vector<std::string> long_names;
-  for (int i = 0; i < 8'000; ++i) long_names.push_back(absl::StrCat("a.name.of.some.length.", i));
+  long_names.reserve(kLongNames);
+  for (int i = 0; i < kLongNames; ++i) {
+    long_names.push_back(absl::StrCat("a.name.of.some.length.", i));
+  }
   for (int f = 0; f < kFiles; ++f) {
     const std::string name = absl::StrCat("m", 100 + f, ".safetensors");
     const std::string tensor = absl::StrCat("t", 100 + f);

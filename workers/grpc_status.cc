@@ -49,7 +49,7 @@ google::rpc::ErrorInfo InfoOf(const absl::Status& status) {
 // Protobuf strings are UTF-8, and messages quote names that need not be. Cuts at a character's
 // start, so that what is left stays valid.
 std::string Shortened(absl::string_view text, size_t end = kMaxMessageSize) {
-  const std::string message = Printable(text);
+  std::string message = Printable(text);
   if (message.size() <= end) return message;
   while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xC0) == 0x80) --end;
   return message.substr(0, end) + "...";

@@ -110,7 +110,7 @@ TEST(SpanReader, ASpanThatSomebodyStillUsesIsNotOverwritten) {
   for (int64_t s = 0; s < 5; ++s) {
     plan.spans.push_back({.ranges = {{s, 0, 640, 0}}, .size_bytes = 640});
   }
-  std::vector<uint8_t> ring(2 * 640);
+  std::vector<uint8_t> ring(size_t{2} * 640);
   SpanReader reader(plan, absl::MakeSpan(ring), 2, 4, ReadModel, nullptr);
   const absl::StatusOr<SpanBytes> held = reader.MoveTo(1, 0);
   ASSERT_TRUE(held.ok());

@@ -446,9 +446,9 @@ ROWS = {"shuffle": shuffles, "disk": job_on_disk, "tmpfs": job_in_tmpfs, "torch"
 
 def parse_options():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--bin", type=pathlib.Path, default="build/release/bin")
-    parser.add_argument("--work-dir", type=pathlib.Path, default="build", help="on a disk")
-    parser.add_argument("--tmpfs-dir", type=pathlib.Path, default="/dev/shm")
+    parser.add_argument("--bin", type=absolute_path, default="build/release/bin")
+    parser.add_argument("--work-dir", type=absolute_path, default="build", help="on a disk")
+    parser.add_argument("--tmpfs-dir", type=absolute_path, default="/dev/shm")
     parser.add_argument("--size-gib", type=float, default=2, help="of the sources of jobs")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}")
@@ -464,6 +464,11 @@ def parse_options():
         options.repetitions = 1
     options.bin = options.bin.resolve()
     return options
+
+
+def absolute_path(text):
+    """Jobs are given places as controllers take them."""
+    return pathlib.Path(text).resolve()
 
 
 def main():

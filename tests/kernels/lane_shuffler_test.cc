@@ -327,6 +327,7 @@ TEST(LaneShuffler, ADeviceThatDiffersFromTheHostIsRefused) {
 
 TEST(GpuStatus, ErrorsOfTheHipRuntimeSayWhatToDo) {
   const absl::StatusOr<std::unique_ptr<GpuRuntime>> runtime = MakeGpuRuntime();
+  // The codes are the HIP runtime's own, so a build without HIP has none to translate.
   if (!runtime.ok()) GTEST_SKIP() << runtime.status();
   const struct {
     int code;  // hipError_t

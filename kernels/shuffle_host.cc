@@ -49,9 +49,12 @@ class BlockWriter {
         out_cols_(OutputCols(job)),
         fill_(GetLayoutInfo(job.layout).fill),
         kernels_(kernels),
-        loop_(LoopOf(kernels, tile_, false)),
-        bulk_loop_(LoopOf(kernels, tile_, streaming)) {
-    if (streaming && tile_ != TileKind::k16x16) staged_.resize(static_cast<size_t>(block_bytes()));
+        loop_(LoopOf(kernels, tile_)),
+        streaming_loop_(streaming ? StreamingLoopOf(job, kernels, tile_) : nullptr),
+        bulk_loop_(streaming_loop_ != nullptr ? streaming_loop_ : loop_) {
+    if (streaming && streaming_loop_ == nullptr) {
+      staged_.resize(static_cast<size_t>(block_bytes()));
+    }
     std::memcpy(&edge_word_, EdgePattern(job.native_cols / 8 * 8).data(), sizeof(edge_word_));
   }
 
@@ -63,28 +66,52 @@ class BlockWriter {
       WriteBlock(rows, present, out);
     } else {
       WriteBlock(rows, present, staged_.data());
+      PrefetchNext(rows);
       kernels_.copy_streaming(staged_.data(), block_bytes(), out);
     }
   }
 
  private:
+  // Asks for the source of the block that follows, where rows lie at equal distances, so that it
+  // arrives while this one is written. A hint, so the addresses may be anything.
+  void PrefetchNext(const uint8_t* const* rows) const {
+    constexpr int64_t kLine = 64;
+    const auto distance = static_cast<uintptr_t>(tile_rows_ * (rows[1] - rows[0]));
+    for (int64_t row = 0; row < tile_rows_; ++row) {
+      const uintptr_t next = reinterpret_cast<uintptr_t>(rows[row]) + distance;
+      for (int64_t col = 0; col < job_.native_cols; col += kLine) {
+        __builtin_prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(col)));
+      }
+    }
+  }
+
   void WriteBlock(const uint8_t** rows, int present, uint8_t* out) {
     const int64_t native_cols = present == 0 ? 0 : job_.native_cols;
     if (present != 0 && present != tile_rows_) PointPadsAtZeros(rows);
     int64_t col = WriteSourceTiles(rows, native_cols, out);
     const int64_t pad_tiles = col < job_.padded_cols ? (job_.padded_cols - col) / tile_cols_ : 0;
-    std::memset(out + col * tile_rows_, 0,
-                static_cast<size_t>(pad_tiles * tile_cols_ * tile_rows_));
-    col += pad_tiles * tile_cols_;
+    if (pad_tiles > 0) {
+      std::memset(out + col * tile_rows_, 0,
+                  static_cast<size_t>(pad_tiles * tile_cols_ * tile_rows_));
+      col += pad_tiles * tile_cols_;
+    }
     if (col < out_cols_) WriteEdgeTile(rows, col, 0, out + col * tile_rows_);
   }
 
-  static TileLoop LoopOf(const TileKernels& kernels, TileKind tile, bool streaming) {
+  // Null where the job's blocks must be staged to bypass the cache.
+  static TileLoop StreamingLoopOf(const ShuffleJob& job, const TileKernels& kernels,
+                                  TileKind tile) {
+    if (tile == TileKind::k16x16) return kernels.k16x16_streaming;
+    const bool pairs_of_tiles = job.native_cols % (2 * TileCols(TileKind::kE8m0)) == 0;
+    return tile == TileKind::kE8m0 && pairs_of_tiles ? kernels.e8m0_streaming : nullptr;
+  }
+
+  static TileLoop LoopOf(const TileKernels& kernels, TileKind tile) {
     switch (tile) {
       case TileKind::kRow:
         break;
       case TileKind::k16x16:
-        return streaming ? kernels.k16x16_streaming : kernels.k16x16;
+        return kernels.k16x16;
       case TileKind::kE8m0:
         return kernels.e8m0;
       case TileKind::kN32K4:
@@ -145,10 +172,11 @@ class BlockWriter {
   uint8_t fill_;
   const TileKernels& kernels_;
   TileLoop loop_;
+  TileLoop streaming_loop_;
   TileLoop bulk_loop_;
   uint64_t edge_word_ = 0;  // pattern of the E8M0 tile that native_cols ends in
   std::vector<uint8_t> zeros_;
-  // A block in cache on its way past it, where the tile's loop has no streaming stores itself.
+  // A block in cache on its way past it, where there is no streaming loop.
   std::vector<uint8_t> staged_;
 };
 

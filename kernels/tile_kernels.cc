@@ -46,6 +46,7 @@ constexpr TileKernels kScalar = {ScalarTiles<TileKind::k16x16>,
                                  ScalarCopy,
                                  [] {},
                                  ScalarTiles<TileKind::kE8m0>,
+                                 nullptr,
                                  ScalarE8m0Edge,
                                  ScalarTiles<TileKind::kN32K4>};
 
@@ -63,15 +64,28 @@ inline void Store16(uint8_t* to, __m128i value) {
 }
 
 template <bool kStreaming>
+inline void StoreTile16(uint8_t* to, __m128i value) {
+  if constexpr (kStreaming) {
+    _mm_stream_si128(reinterpret_cast<__m128i*>(to), value);
+  } else {
+    Store16(to, value);
+  }
+}
+
+// Four neighbouring rows of one tile are 64 contiguous bytes of output, a line. All tiles of four
+// rows come before those of the next four: so few row pointers stay in registers, which matters
+// where rows are narrow.
+template <bool kStreaming>
 void Sse2Tiles16x16(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
-  for (int64_t col = 0; col < tiles * 16; col += 16) {
-    for (int64_t row = 0; row < 16; ++row, out += 16) {
-      const __m128i value = Load16(rows[row] + col);
-      if constexpr (kStreaming) {
-        _mm_stream_si128(reinterpret_cast<__m128i*>(out), value);
-      } else {
-        Store16(out, value);
-      }
+  for (int64_t row = 0; row < 16; row += 4, out += 64) {
+    const uint8_t *const a = rows[row], *const b = rows[row + 1];
+    const uint8_t *const c = rows[row + 2], *const d = rows[row + 3];
+    uint8_t* to = out;
+    for (int64_t col = 0; col < tiles * 16; col += 16, to += 256) {
+      StoreTile16<kStreaming>(to, Load16(a + col));
+      StoreTile16<kStreaming>(to + 16, Load16(b + col));
+      StoreTile16<kStreaming>(to + 32, Load16(c + col));
+      StoreTile16<kStreaming>(to + 48, Load16(d + col));
     }
   }
 }
@@ -186,6 +200,7 @@ constexpr TileKernels kSse2 = {Sse2Tiles16x16<false>,
                                Sse2CopyStreaming,
                                StoreFence,
                                Sse2E8m0,
+                               nullptr,
                                Sse2E8m0Edge,
                                Sse2N32K4};
 
@@ -207,31 +222,45 @@ SP_TARGET_AVX2 inline void Store32(uint8_t* to, __m256i value) {
   }
 }
 
-// Two neighbouring rows of one tile are 32 contiguous bytes of output.
+// In the order of Sse2Tiles16x16().
 template <bool kStreaming>
 SP_TARGET_AVX2 void Avx2Tiles16x16(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
-  for (int64_t col = 0; col < tiles * 16; col += 16, out += 256) {
-    for (int64_t row = 0; row < 16; row += 2) {
-      Store32<kStreaming>(out + row * 16,
-                          Lanes(Load16(rows[row] + col), Load16(rows[row + 1] + col)));
+  for (int64_t row = 0; row < 16; row += 4, out += 64) {
+    const uint8_t *const a = rows[row], *const b = rows[row + 1];
+    const uint8_t *const c = rows[row + 2], *const d = rows[row + 3];
+    uint8_t* to = out;
+    for (int64_t col = 0; col < tiles * 16; col += 16, to += 256) {
+      Store32<kStreaming>(to, Lanes(Load16(a + col), Load16(b + col)));
+      Store32<kStreaming>(to + 32, Lanes(Load16(c + col), Load16(d + col)));
     }
   }
 }
 
-SP_TARGET_AVX2 inline __m256i E8m0DwordPairs(__m256i byte_pairs) {
-  return _mm256_unpacklo_epi16(byte_pairs, _mm256_srli_si256(byte_pairs, 8));
+// In each lane: columns 0..7 of row r, then those of row r + 16, become the four dwords
+// (rc Rc rc+4 Rc+4), c = 0..3.
+SP_TARGET_AVX2 inline __m256i E8m0DwordPairs(__m256i rows) {
+  const __m256i order = _mm256_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15,  //
+                                         0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
+  return _mm256_shuffle_epi8(rows, order);
 }
 
-// Transposes the 4 x 4 dwords of each 128-bit lane and stores column c at out + c * 64.
-SP_TARGET_AVX2 inline void StoreE8m0Columns(const __m256i by_row[4], uint8_t* out) {
+// Transposes the 4 x 4 dwords of each 128-bit lane.
+SP_TARGET_AVX2 inline void TransposeDwords(const __m256i by_row[4], __m256i by_col[4]) {
   const __m256i low01 = _mm256_unpacklo_epi32(by_row[0], by_row[1]);
   const __m256i low23 = _mm256_unpacklo_epi32(by_row[2], by_row[3]);
   const __m256i high01 = _mm256_unpackhi_epi32(by_row[0], by_row[1]);
   const __m256i high23 = _mm256_unpackhi_epi32(by_row[2], by_row[3]);
-  Store32<false>(out, _mm256_unpacklo_epi64(low01, low23));
-  Store32<false>(out + 64, _mm256_unpackhi_epi64(low01, low23));
-  Store32<false>(out + 128, _mm256_unpacklo_epi64(high01, high23));
-  Store32<false>(out + 192, _mm256_unpackhi_epi64(high01, high23));
+  by_col[0] = _mm256_unpacklo_epi64(low01, low23);
+  by_col[1] = _mm256_unpackhi_epi64(low01, low23);
+  by_col[2] = _mm256_unpacklo_epi64(high01, high23);
+  by_col[3] = _mm256_unpackhi_epi64(high01, high23);
+}
+
+// Stores column c at out + c * 64.
+SP_TARGET_AVX2 inline void StoreE8m0Columns(const __m256i by_row[4], uint8_t* out) {
+  __m256i by_col[4];
+  TransposeDwords(by_row, by_col);
+  for (int64_t c = 0; c < 4; ++c) Store32<false>(out + c * 64, by_col[c]);
 }
 
 // Two tiles; load(row pointer) gives their 16 bytes of a row. Lanes hold rows r and r + 4, so that
@@ -245,8 +274,8 @@ SP_TARGET_AVX2 inline void Avx2E8m0Pair(const uint8_t* const* rows, Load load, u
       const uint8_t* const* at = rows + row + k;
       const __m256i low = Lanes(load(at[0]), load(at[4]));
       const __m256i high = Lanes(load(at[16]), load(at[20]));
-      first[k] = E8m0DwordPairs(_mm256_unpacklo_epi8(low, high));
-      second[k] = E8m0DwordPairs(_mm256_unpackhi_epi8(low, high));
+      first[k] = E8m0DwordPairs(_mm256_unpacklo_epi64(low, high));
+      second[k] = E8m0DwordPairs(_mm256_unpackhi_epi64(low, high));
     }
     StoreE8m0Columns(first, out + row * 4);
     StoreE8m0Columns(second, out + 256 + row * 4);
@@ -260,6 +289,40 @@ SP_TARGET_AVX2 void Avx2E8m0(const uint8_t* const* rows, int64_t tiles, uint8_t*
   }
   if (tile == tiles) return;
   Sse2E8m0Tile(rows, [tile](const uint8_t* row) { return Load8(row + tile * 8); }, out);
+}
+
+// The columns of 8 rows, and of the 8 that are 16 behind, of the first or the second of two tiles.
+template <bool kSecond>
+SP_TARGET_AVX2 inline void Avx2E8m0Columns(const uint8_t* const* rows, int64_t col,
+                                           __m256i by_col[4]) {
+  __m256i by_row[4];
+  for (int k = 0; k < 4; ++k) {
+    const __m256i low = Lanes(Load16(rows[k] + col), Load16(rows[k + 4] + col));
+    const __m256i high = Lanes(Load16(rows[k + 16] + col), Load16(rows[k + 20] + col));
+    by_row[k] = E8m0DwordPairs(kSecond ? _mm256_unpackhi_epi64(low, high)
+                                       : _mm256_unpacklo_epi64(low, high));
+  }
+  TransposeDwords(by_row, by_col);
+}
+
+// Past the cache only whole lines at a time are fast, and a line is a column of all rows.
+template <bool kSecond>
+SP_TARGET_AVX2 inline void Avx2E8m0TileStreaming(const uint8_t* const* rows, int64_t col,
+                                                 uint8_t* out) {
+  __m256i upper[4], lower[4];
+  Avx2E8m0Columns<kSecond>(rows, col, upper);
+  Avx2E8m0Columns<kSecond>(rows + 8, col, lower);
+  for (int64_t c = 0; c < 4; ++c) {
+    Store32<true>(out + c * 64, upper[c]);
+    Store32<true>(out + c * 64 + 32, lower[c]);
+  }
+}
+
+SP_TARGET_AVX2 void Avx2E8m0Streaming(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
+  for (int64_t col = 0; col < tiles * 8; col += 16, out += 512) {
+    Avx2E8m0TileStreaming<false>(rows, col, out);
+    Avx2E8m0TileStreaming<true>(rows, col, out + 256);
+  }
 }
 
 SP_TARGET_AVX2 void Avx2E8m0Edge(const uint8_t* const* rows, int64_t native_cols, uint64_t pattern,
@@ -284,39 +347,34 @@ SP_TARGET_AVX2 void Avx2CopyStreaming(const uint8_t* from, int64_t size_bytes, u
   }
 }
 
-constexpr TileKernels kAvx2 = {Avx2Tiles16x16<false>,
-                               Avx2Tiles16x16<true>,
-                               Avx2CopyStreaming,
-                               StoreFence,
-                               Avx2E8m0,
-                               Avx2E8m0Edge,
-                               Sse2N32K4};
+constexpr TileKernels kAvx2 = {
+    Avx2Tiles16x16<false>, Avx2Tiles16x16<true>, Avx2CopyStreaming, StoreFence, Avx2E8m0,
+    Avx2E8m0Streaming,     Avx2E8m0Edge,         Sse2N32K4};
 
-// Four rows of one tile are 64 contiguous bytes of output.
+// In the order of Sse2Tiles16x16().
 template <bool kStreaming>
 SP_TARGET_AVX512 void Avx512Tiles16x16(const uint8_t* const* rows, int64_t tiles, uint8_t* out) {
-  for (int64_t col = 0; col < tiles * 16; col += 16) {
-    for (int64_t row = 0; row < 16; row += 4, out += 64) {
-      __m512i value = _mm512_castsi128_si512(Load16(rows[row] + col));
-      value = _mm512_inserti32x4(value, Load16(rows[row + 1] + col), 1);
-      value = _mm512_inserti32x4(value, Load16(rows[row + 2] + col), 2);
-      value = _mm512_inserti32x4(value, Load16(rows[row + 3] + col), 3);
+  for (int64_t row = 0; row < 16; row += 4, out += 64) {
+    const uint8_t *const a = rows[row], *const b = rows[row + 1];
+    const uint8_t *const c = rows[row + 2], *const d = rows[row + 3];
+    uint8_t* to = out;
+    for (int64_t col = 0; col < tiles * 16; col += 16, to += 256) {
+      __m512i value = _mm512_castsi128_si512(Load16(a + col));
+      value = _mm512_inserti32x4(value, Load16(b + col), 1);
+      value = _mm512_inserti32x4(value, Load16(c + col), 2);
+      value = _mm512_inserti32x4(value, Load16(d + col), 3);
       if constexpr (kStreaming) {
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(out), value);
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(to), value);
       } else {
-        _mm512_storeu_si512(out, value);
+        _mm512_storeu_si512(to, value);
       }
     }
   }
 }
 
-constexpr TileKernels kAvx512 = {Avx512Tiles16x16<false>,
-                                 Avx512Tiles16x16<true>,
-                                 Avx2CopyStreaming,
-                                 StoreFence,
-                                 Avx2E8m0,
-                                 Avx2E8m0Edge,
-                                 Sse2N32K4};
+constexpr TileKernels kAvx512 = {
+    Avx512Tiles16x16<false>, Avx512Tiles16x16<true>, Avx2CopyStreaming, StoreFence, Avx2E8m0,
+    Avx2E8m0Streaming,       Avx2E8m0Edge,           Sse2N32K4};
 
 #endif  // defined(__x86_64__)
 

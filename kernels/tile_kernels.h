@@ -24,10 +24,13 @@ struct TileKernels {
   // such store, before another thread may read the output.
   TileLoop k16x16_streaming;
   // memcpy of a multiple of 64 bytes to a 64-byte aligned `to`, with non-temporal stores as well.
-  // For tiles whose stores do not fill whole lines one after the other.
+  // For tiles whose loops have no non-temporal stores of whole lines.
   void (*copy_streaming)(const uint8_t* from, int64_t size_bytes, uint8_t* to);
   void (*end_streaming)();
   TileLoop e8m0;
+  // As k16x16_streaming, for even numbers of tiles; null where staging and copy_streaming is all
+  // there is.
+  TileLoop e8m0_streaming;
   E8m0EdgeLoop e8m0_edge;
   TileLoop n32k4;
 };

@@ -39,6 +39,13 @@ inline bool IsNoSpace(const absl::Status& status) {
   return status.GetPayload(kNoSpacePayload).has_value();
 }
 
+// RESOURCE_EXHAUSTED with that mark.
+inline absl::Status NoSpaceError(const std::string& message) {
+  absl::Status status = absl::ResourceExhaustedError(message);
+  status.SetPayload(kNoSpacePayload, absl::Cord());
+  return status;
+}
+
 // FreeBytes() of a store without a limit that it knows.
 inline constexpr int64_t kUnlimitedBytes = std::numeric_limits<int64_t>::max();
 

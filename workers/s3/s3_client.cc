@@ -40,6 +40,7 @@
 #include "kernels/status_macros.h"
 #include "workers/digest.h"
 #include "workers/log.h"
+#include "workers/object_store.h"
 #include "workers/s3/curl_transport.h"
 
 namespace shardprep {
@@ -340,10 +341,10 @@ std::unique_ptr<S3Connection::Turn> HttpS3Connection::TakeTurn(const std::string
 
 // With what the status is about in front.
 absl::Status HttpS3Connection::Fail(const absl::Status& status, const S3Call& call) const {
-  return absl::Status(
-      status.code(), absl::StrCat("s3://", call.bucket, call.key.empty() ? "" : "/", call.key, ": ",
-                                  call.operation, " at ", EndpointOf(call, RegionOf(call.bucket)),
-                                  ": ", status.message()));
+  const std::string message = absl::StrCat(
+      "s3://", call.bucket, call.key.empty() ? "" : "/", call.key, ": ", call.operation, " at ",
+      EndpointOf(call, RegionOf(call.bucket)), ": ", status.message());
+  return IsNoSpace(status) ? NoSpaceError(message) : absl::Status(status.code(), message);
 }
 
 HttpRequest HttpS3Connection::MakeRequest(const S3Call& call, const Progress& progress) const {
@@ -627,7 +628,7 @@ absl::Status HttpS3Connection::WhatItMeans(const std::string& bucket, int status
     return absl::UnavailableError(what);
   }
   if (status == 404 || code == "NoSuchKey") return absl::NotFoundError(what);
-  if (status == 507 || code == "QuotaExceeded") return absl::ResourceExhaustedError(what);
+  if (status == 507 || code == "QuotaExceeded") return NoSpaceError(what);
   if (code == "KeyTooLongError" || code == "EntityTooLarge")
     return absl::InvalidArgumentError(what);
   if (code == "InvalidPart" || code == "InvalidPartOrder") return absl::DataLossError(what);

@@ -18,6 +18,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/fake_s3.h"
 #include "tests/workers/s3/s3_test_bed.h"
+#include "workers/object_store.h"
 
 namespace shardprep {
 namespace {
@@ -123,6 +124,8 @@ TEST(S3Client, WhatDoesNotPassIsAnsweredAtOnceAndSaysWhatItIs) {
     bed.server.set_fault(FirstTimes(100, Instead(c.answer)));
     const S3Answer answer = bed.connection->Exchange(GetCall("some/key"));
     EXPECT_EQ(answer.status.code(), c.code) << answer.status;
+    // A full store is its operator's to enlarge; trying again does not help.
+    EXPECT_EQ(IsNoSpace(answer.status), c.code == absl::StatusCode::kResourceExhausted);
     EXPECT_THAT(std::string(answer.status.message()),
                 AllOf(HasSubstr("s3://bucket/some/key"), HasSubstr("GetObject"),
                       HasSubstr("http://s3.test:9000"), HasSubstr(c.text)));

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "service/job_queue_types.h"
 #include "workers/log.h"
 
 namespace shardprep {
@@ -13,7 +14,6 @@ namespace {
 constexpr char kComponent[] = "audit";
 // Of what a caller may have sent in any length.
 constexpr size_t kMaxTextBytes = 4096;
-constexpr int kMaxTargets = 16;
 
 std::string Cut(const std::string& text) { return text.substr(0, kMaxTextBytes); }
 

@@ -11,9 +11,11 @@
 #include <google/protobuf/util/time_util.h>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "kernels/profile.h"
 #include "kernels/status_macros.h"
+#include "service/targets_file.h"
 #include "workers/expert_slots.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
@@ -24,7 +26,7 @@ namespace shardprep {
 namespace {
 
 constexpr int64_t kMostRanks = 4096;
-constexpr int64_t kMaxTextBytes = int64_t{1} << 20;  // of a policy, of an expert map
+constexpr int64_t kMaxTextBytes = int64_t{1} << 20;  // of a policy, an expert map, targets
 constexpr int64_t kMostRedundantExperts = 1'000'000;
 
 absl::Status InContext(const std::string& context, const absl::Status& status) {
@@ -37,13 +39,14 @@ std::vector<std::string> ProfileNames() {
   return names;
 }
 
-absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::string& flag,
+// `given_as` says where the URI stands.
+absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::string& given_as,
                                         const std::string& working_directory) {
   auto normal = NormalizeUri(uri, working_directory);
-  if (!normal.ok()) return InContext(absl::StrCat("--", flag), normal.status());
+  if (!normal.ok()) return InContext(given_as, normal.status());
   if (!IsUtf8(*normal)) {
     return absl::InvalidArgumentError(
-        absl::StrCat("--", flag, ": ", Printable(*normal), " is not UTF-8, as the API wants it"));
+        absl::StrCat(given_as, ": ", Printable(*normal), " is not UTF-8, as the API wants it"));
   }
   return normal;
 }
@@ -109,6 +112,18 @@ absl::Status PrintJson(const google::protobuf::Message& message, bool one_line) 
   return absl::OkStatus();
 }
 
+std::vector<std::string> UrisOf(const v1::PrepJobSpec& spec) {
+  std::vector<std::string> uris = {spec.source_uri()};
+  for (const v1::Target& target : spec.targets()) uris.push_back(target.destination_uri());
+  return uris;
+}
+
+std::string DestinationsText(const v1::PrepJobSpec& spec) {
+  std::vector<std::string> uris = UrisOf(spec);
+  uris.erase(uris.begin());
+  return absl::StrJoin(uris, ", ");
+}
+
 SpecFlags::SpecFlags() = default;
 
 void SpecFlags::AddTo(FlagSet& flags) {
@@ -116,6 +131,36 @@ void SpecFlags::AddTo(FlagSet& flags) {
                "Checkpoint with safetensors files and config.json: a directory, file:// or s3:// "
                "URI.",
                &source_, FlagSet::Presence::kRequired);
+  flags.String("targets", "FILE",
+               "Several targets in one job, instead of one by flags: a JSON list of "
+               "shardprep.v1.Target. Each has a destination of its own and gets what a job of its "
+               "own would make; the source is read once for all of them.",
+               &targets_);
+  AddTargetTo(flags);
+  AddKernelTo(flags);
+  flags.Instead("targets", {"destination", "tensor-parallel-size", "data-parallel-size",
+                            "expert-parallel-size", "expert-placement", "redundant-experts",
+                            "expert-map", "state-dict", "naming", "backend", "activation",
+                            "force-activation", "architecture", "profile"});
+  flags.Size("part-size", "Largest part file, unless one tensor alone is larger.",
+             &part_size_bytes_);
+  flags.Bool("include-mtp", "Prepares the multi-token-prediction layers too.", &include_mtp_);
+  flags.Bool("self-contained",
+             "Repeats what all ranks have alike in each rank's files instead of storing it once.",
+             &self_contained_);
+  flags.Bool("slice-dense",
+             "Cuts and fuses attention, shared-expert and embedding tensors for each rank too, "
+             "under the names of the engine.",
+             &slice_dense_);
+  flags.Bool("experts-only", "Leaves out every tensor that is no routed expert.", &experts_only_);
+  flags.String("alignment-policy", "FILE", "Replaces the compiled-in table of alignment rules.",
+               &alignment_policy_);
+  flags.Bool("verify-after-write",
+             "Reads each part back and checks it before it counts, those of an earlier run too.",
+             &verify_after_write_);
+}
+
+void SpecFlags::AddTargetTo(FlagSet& flags) {
   flags.String("destination", "URI",
                "Place for the prepared files: a directory, file:// or s3:// URI. A directory is "
                "made when missing; finished parts that an earlier, interrupted run of the same job "
@@ -146,6 +191,9 @@ void SpecFlags::AddTo(FlagSet& flags) {
                &state_dict_);
   flags.Choice("naming", NamingSchemeNames(), "Names of the prepared tensors, by engine.",
                &naming_);
+}
+
+void SpecFlags::AddKernelTo(FlagSet& flags) {
   flags.String(
       "backend", "NAME",
       "Kernel backend that reads the bytes, for example AITER_MXFP4_BF16. AUTO chooses one "
@@ -161,31 +209,32 @@ void SpecFlags::AddTo(FlagSet& flags) {
   flags.Choice("profile", ProfileNames(),
                "Layout of the routed experts. `logical` leaves the shuffle to the engine.",
                &profile_);
-  flags.Size("part-size", "Largest part file, unless one tensor alone is larger.",
-             &part_size_bytes_);
-  flags.Bool("include-mtp", "Prepares the multi-token-prediction layers too.", &include_mtp_);
-  flags.Bool("self-contained",
-             "Repeats what all ranks have alike in each rank's files instead of storing it once.",
-             &self_contained_);
-  flags.Bool("slice-dense",
-             "Cuts and fuses attention, shared-expert and embedding tensors for each rank too, "
-             "under the names of the engine.",
-             &slice_dense_);
-  flags.Bool("experts-only", "Leaves out every tensor that is no routed expert.", &experts_only_);
-  flags.String("alignment-policy", "FILE", "Replaces the compiled-in table of alignment rules.",
-               &alignment_policy_);
-  flags.Bool("verify-after-write",
-             "Reads each part back and checks it before it counts, those of an earlier run too.",
-             &verify_after_write_);
 }
 
 absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_directory) const {
   v1::PrepJobSpec spec;
   SP_ASSIGN_OR_RETURN(*spec.mutable_source_uri(),
-                      AbsoluteUri(source_, "source", working_directory));
-  v1::Target& target = *spec.add_targets();
+                      AbsoluteUri(source_, "--source", working_directory));
+  if (targets_.empty()) {
+    SP_RETURN_IF_ERROR(SetTarget(working_directory, *spec.add_targets()));
+  } else {
+    SP_RETURN_IF_ERROR(AddTargetsOfFile(working_directory, spec));
+  }
+  spec.set_carry(experts_only_ ? v1::CARRY_EXPERTS_ONLY : v1::CARRY_REPLICATED);
+  spec.set_include_mtp(include_mtp_);
+  spec.set_self_contained(self_contained_);
+  spec.set_slice_dense(slice_dense_);
+  spec.set_part_size_bytes(part_size_bytes_);
+  spec.set_verify_after_write(verify_after_write_);
+  if (!alignment_policy_.empty()) {
+    SP_ASSIGN_OR_RETURN(*spec.mutable_alignment_policy_json(), ReadPolicyText(alignment_policy_));
+  }
+  return spec;
+}
+
+absl::Status SpecFlags::SetTarget(const std::string& working_directory, v1::Target& target) const {
   SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
-                      AbsoluteUri(destination_, "destination", working_directory));
+                      AbsoluteUri(destination_, "--destination", working_directory));
   v1::ParallelLayout& parallel = *target.mutable_parallel_layout();
   parallel.set_tensor_parallel_size(static_cast<int32_t>(tensor_parallel_size_));
   parallel.set_data_parallel_size(static_cast<int32_t>(data_parallel_size_));
@@ -211,16 +260,21 @@ absl::StatusOr<v1::PrepJobSpec> SpecFlags::Spec(const std::string& working_direc
   kernel.set_force_activation(force_activation_);
   kernel.set_architecture(architecture_);
   kernel.set_profile(profile_);
-  spec.set_carry(experts_only_ ? v1::CARRY_EXPERTS_ONLY : v1::CARRY_REPLICATED);
-  spec.set_include_mtp(include_mtp_);
-  spec.set_self_contained(self_contained_);
-  spec.set_slice_dense(slice_dense_);
-  spec.set_part_size_bytes(part_size_bytes_);
-  spec.set_verify_after_write(verify_after_write_);
-  if (!alignment_policy_.empty()) {
-    SP_ASSIGN_OR_RETURN(*spec.mutable_alignment_policy_json(), ReadPolicyText(alignment_policy_));
+  return absl::OkStatus();
+}
+
+absl::Status SpecFlags::AddTargetsOfFile(const std::string& working_directory,
+                                         v1::PrepJobSpec& spec) const {
+  SP_ASSIGN_OR_RETURN(const std::string text, ReadText(targets_, "targets"));
+  absl::StatusOr<std::vector<v1::Target>> targets = ParseTargets(text);
+  if (!targets.ok()) return InContext(targets_, targets.status());
+  for (v1::Target& target : *targets) {
+    const std::string entry = absl::StrCat(targets_, ": targets[", spec.targets_size(), "]");
+    SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
+                        AbsoluteUri(target.destination_uri(), entry, working_directory));
+    *spec.add_targets() = std::move(target);
   }
-  return spec;
+  return absl::OkStatus();
 }
 
 void RunFlags::AddTo(FlagSet& flags) {
@@ -273,7 +327,7 @@ absl::StatusOr<std::vector<std::string>> DirectoryList(const std::string& text,
   std::vector<std::string> directories;
   for (const absl::string_view part : absl::StrSplit(text, ',', absl::SkipEmpty())) {
     SP_ASSIGN_OR_RETURN(std::string directory,
-                        AbsoluteUri(std::string(part), flag, working_directory));
+                        AbsoluteUri(std::string(part), "--" + flag, working_directory));
     directories.push_back(std::move(directory));
   }
   return directories;

@@ -66,17 +66,29 @@ int Fail(const std::string& command, const absl::Status& status, const std::stri
 // `message` as protobuf JSON on standard output: indented, or in one line.
 absl::Status PrintJson(const google::protobuf::Message& message, bool one_line = false);
 
-// Flags that say what to prepare; the same for prepare, plan and submit.
+// Of source and destinations, in the order of the spec.
+std::vector<std::string> UrisOf(const v1::PrepJobSpec& spec);
+// Of the destinations, for people.
+std::string DestinationsText(const v1::PrepJobSpec& spec);
+
+// Flags that say what to prepare; the same for prepare, plan and submit. One target by flags, or
+// several by a file.
 class SpecFlags {
  public:
   SpecFlags();
   void AddTo(FlagSet& flags);
-  // The spec with absolute URIs. INVALID_ARGUMENT naming the flag; for the policy file also what
-  // reading it comes to.
+  // The spec with absolute URIs. INVALID_ARGUMENT naming the flag, or file and entry; for files
+  // also what reading them comes to.
   absl::StatusOr<v1::PrepJobSpec> Spec(const std::string& working_directory) const;
 
  private:
+  void AddTargetTo(FlagSet& flags);
+  void AddKernelTo(FlagSet& flags);
+  absl::Status SetTarget(const std::string& working_directory, v1::Target& target) const;
+  absl::Status AddTargetsOfFile(const std::string& working_directory, v1::PrepJobSpec& spec) const;
+
   std::string source_;
+  std::string targets_;
   std::string destination_;
   int64_t tensor_parallel_size_ = 0;
   int64_t data_parallel_size_ = 1;

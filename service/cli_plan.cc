@@ -13,13 +13,14 @@
 #include "workers/artifact.h"
 #include "workers/job_plan.h"
 #include "workers/open_store.h"
+#include "workers/target_set.h"
 
 namespace shardprep {
 namespace {
 
 constexpr char kCommand[] = "plan";
 
-// What lies at the destination, in a sentence.
+// What lies at the destination of one target, in a sentence.
 absl::StatusOr<std::string> DestinationText(const JobPlan& plan, const PlanOptions& options) {
   SP_ASSIGN_OR_RETURN(const auto source, OpenStore(plan.spec.source_uri(),
                                                    {.create = false,
@@ -48,10 +49,35 @@ absl::StatusOr<std::string> DestinationText(const JobPlan& plan, const PlanOptio
   return std::string("fresh");
 }
 
-absl::Status Print(const JobPlan& plan, bool json) {
-  if (json) return PrintJson(plan.summary);
-  std::fputs(PlanReport(plan.spec, plan.summary).c_str(), stdout);
+absl::Status Print(const TargetSet& targets, bool json) {
+  if (json) return PrintJson(targets.summary());
+  std::fputs(PlanReport(targets.spec(), targets.summary()).c_str(), stdout);
   return absl::OkStatus();
+}
+
+// Prints what lies at each destination and returns the exit code.
+int PrintDestinations(const TargetSet& targets, const PlanOptions& options, bool json) {
+  int exit_code = kExitOk;
+  for (int32_t t = 0; t < targets.target_count(); ++t) {
+    const JobPlan& plan = targets.plan(t);
+    const std::string which =
+        targets.target_count() == 1
+            ? ""
+            : absl::StrCat(" targets[", t, "] ", plan.target().destination_uri());
+    const auto found = DestinationText(plan, options);
+    // JSON stands alone on standard output.
+    if (found.ok()) {
+      std::fprintf(json ? stderr : stdout, "destination%s: %s\n", which.c_str(), found->c_str());
+      continue;
+    }
+    std::fflush(stdout);
+    const std::string next_step =
+        which.empty() ? "The destination would be refused. Give another --destination, or empty it."
+                      : absl::StrCat("The destination of", which,
+                                     " would be refused. Give another, or empty it.");
+    exit_code = Fail(kCommand, found.status(), next_step);
+  }
+  return exit_code;
 }
 
 }  // namespace
@@ -82,23 +108,15 @@ int RunPlan(const CliContext& context, const CliArguments& arguments) {
       DirectoryList(run_flags.allow_source_root, "allow-source-root", context.working_directory);
   if (!roots.ok()) return Fail(kCommand, roots.status());
   options.allowed_source_roots = *std::move(roots);
-  auto s3 = s3_flags.Connect(context, {spec->source_uri(), spec->targets(0).destination_uri()});
+  auto s3 = s3_flags.Connect(context, UrisOf(*spec));
   if (!s3.ok()) return Fail(kCommand, s3.status());
   options.s3 = *std::move(s3);
-  const auto plan = PlanJob(*spec, options);
-  if (!plan.ok()) return Fail(kCommand, plan.status());
+  const auto targets = PlanTargets(*spec, options);
+  if (!targets.ok()) return Fail(kCommand, targets.status());
   const bool json = format == "json";
-  const absl::Status printed = Print(**plan, json);
+  const absl::Status printed = Print(**targets, json);
   if (!printed.ok()) return Fail(kCommand, printed);
-  const auto destination = DestinationText(**plan, options);
-  // JSON stands alone on standard output.
-  if (destination.ok()) {
-    std::fprintf(json ? stderr : stdout, "destination: %s\n", destination->c_str());
-    return kExitOk;
-  }
-  std::fflush(stdout);
-  return Fail(kCommand, destination.status(),
-              "The destination would be refused. Give another --destination, or empty it.");
+  return PrintDestinations(**targets, options, json);
 }
 
 }  // namespace shardprep

@@ -18,7 +18,6 @@
 #include "service/client.h"
 #include "service/job_report.h"
 #include "service/private_controller.h"
-#include "service/progress_line.h"
 
 namespace shardprep {
 namespace {
@@ -27,18 +26,6 @@ constexpr char kCommand[] = "prepare";
 constexpr char kJobId[] = "prepare";
 // After the end of the job nothing is left to give back, after Ctrl-C leases are.
 constexpr absl::Duration kStopGrace = absl::Seconds(5);
-
-std::string Destination(const v1::PrepJobSpec& spec) { return spec.targets(0).destination_uri(); }
-
-// What is about to happen, in one line.
-std::string Announcement(const v1::PrepJob& job) {
-  const v1::PlanSummary& plan = job.plan();
-  return absl::StrCat("preparing ", plan.routed_layer_count(), " routed layers for ",
-                      plan.rank_count(), " ranks, intermediate ", plan.extents().intermediate(),
-                      " padded to ", plan.extents().padded_intermediate(), " (",
-                      plan.alignment().rule_id(), "), ", plan.kernel_target().profile(), ", each ",
-                      ExactSize(plan.routed_bytes_per_rank()));
-}
 
 PrivateControllerOptions ControllerOptionsOf(const RunFlags& flags,
                                              const std::vector<std::string>& allowed_roots,
@@ -68,7 +55,7 @@ absl::StatusOr<Outcome> RunJob(const v1::CreatePrepJobRequest& request, PrepClie
   SP_ASSIGN_OR_RETURN(const v1::PrepJob created, client.Create(request));
   // A job that has nothing to do has ended when it is created.
   if (created.state() == v1::PrepJob::STATE_SUCCEEDED) return Outcome{created, true};
-  console.Line(Announcement(created));
+  for (const std::string& line : JobAnnouncement(created)) console.Line(line);
   std::atomic<bool> told{false};
   const auto tell_resumed = [&console, &told](const v1::PrepJob& job) {
     const v1::Progress& progress = job.progress();
@@ -105,11 +92,15 @@ absl::StatusOr<Outcome> Prepare(const CliContext& context, const v1::CreatePrepJ
 }
 
 void PrintOutcome(const Outcome& outcome) {
-  std::printf(outcome.was_complete
-                  ? "already complete: the destination holds this artefact, manifest and file "
-                    "sizes agree; nothing was written\n"
-                  : "prepared: the manifest is committed\n");
-  std::fputs(ManifestReport(outcome.job.manifest()).c_str(), stdout);
+  const bool is_alone = outcome.job.other_manifests_size() == 0;
+  if (outcome.was_complete) {
+    std::printf(
+        "already complete: %s, manifest and file sizes agree; nothing was written\n",
+        is_alone ? "the destination holds this artefact" : "each destination holds its artefact");
+  } else {
+    std::printf("prepared: %s committed\n", is_alone ? "the manifest is" : "the manifests are");
+  }
+  std::fputs(ManifestReport(outcome.job).c_str(), stdout);
 }
 
 std::string NextStep(const absl::Status& status, const v1::PrepJobSpec& spec) {
@@ -120,7 +111,7 @@ std::string NextStep(const absl::Status& status, const v1::PrepJobSpec& spec) {
     case absl::StatusCode::kUnavailable:
     case absl::StatusCode::kAborted:
     case absl::StatusCode::kDeadlineExceeded:
-      return absl::StrCat("Finished parts stay in ", Destination(spec),
+      return absl::StrCat("Finished parts stay in ", DestinationsText(spec),
                           "; run the same command again to resume.");
     case absl::StatusCode::kInvalidArgument:
       return "See: shardprep prepare --help, or shardprep plan with the same flags.";
@@ -133,7 +124,7 @@ int Interrupted(int signal, const v1::PrepJobSpec& spec) {
   std::fprintf(stderr,
                "shardprep prepare: interrupted; finished parts stay in %s.\n"
                "Run the same command again to resume.\n",
-               Destination(spec).c_str());
+               DestinationsText(spec).c_str());
   return 128 + signal;
 }
 
@@ -166,7 +157,7 @@ int RunPrepare(const CliContext& context, const CliArguments& arguments) {
   const auto roots =
       DirectoryList(run_flags.allow_source_root, "allow-source-root", context.working_directory);
   if (!roots.ok()) return Fail(kCommand, roots.status());
-  const auto s3 = s3_flags.Connect(context, {spec->source_uri(), Destination(*spec)});
+  const auto s3 = s3_flags.Connect(context, UrisOf(*spec));
   if (!s3.ok()) return Fail(kCommand, s3.status());
   // A device that is not there would only show as workers that do not come up.
   const absl::Status device = CheckDevicePresent(run_flags.device);

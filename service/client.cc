@@ -51,9 +51,11 @@ class GrpcPrepClient : public PrepClient {
     request.set_prep_job_id(job_id);
     return Call<v1::PrepJob>(&v1::PrepService::Stub::CancelPrepJob, request, kCallTimeout);
   }
-  absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id) override {
+  absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id,
+                                                    int32_t target) override {
     v1::GetManifestRequest request;
     request.set_prep_job_id(job_id);
+    request.set_target(target);
     return Call<v1::ManifestReference>(&v1::PrepService::Stub::GetManifest, request, kCallTimeout);
   }
 

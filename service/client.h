@@ -1,6 +1,7 @@
 // A client of PrepService for the command line and for tests.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
@@ -30,7 +31,8 @@ class PrepClient {
   virtual absl::StatusOr<v1::PrepJob> Get(const std::string& job_id) = 0;
   virtual absl::StatusOr<v1::ListPrepJobsResponse> List(const v1::ListPrepJobsRequest& request) = 0;
   virtual absl::StatusOr<v1::PrepJob> Cancel(const std::string& job_id) = 0;
-  virtual absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id) = 0;
+  virtual absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id,
+                                                            int32_t target) = 0;
 
   // Calls `on_state` with each state of the job, the present one first, until it is terminal: OK,
   // whatever the result was. Broken streams are opened again, for at most `patience` without a

@@ -63,6 +63,23 @@ void RunAll(const std::vector<std::function<void()>>& calls) {
   for (const auto& call : calls) call();
 }
 
+// Where an unfinished job of an earlier controller goes: spec and plan say it.
+absl::StatusOr<std::vector<JobPlace>> PlacesOf(const v1::PrepJob& job) {
+  const int targets = job.spec().targets_size();
+  const v1::PlanSummary& plan = job.plan();
+  if (targets == 0 || plan.other_targets_size() != targets - 1) {
+    return absl::DataLossError(absl::StrCat("the record of prep job ", job.prep_job_id(), " has ",
+                                            targets, " targets and the plans of ",
+                                            plan.other_targets_size() + 1));
+  }
+  std::vector<JobPlace> places;
+  for (int t = 0; t < targets; ++t) {
+    const v1::PlanSummary& own = t == 0 ? plan : plan.other_targets(t - 1);
+    places.push_back({job.spec().targets(t).destination_uri(), own.layout_fingerprint()});
+  }
+  return places;
+}
+
 const char* EventText(QueueEvent::Kind kind) {
   switch (kind) {
     case QueueEvent::Kind::kJobAdded:
@@ -137,7 +154,9 @@ absl::Status Controller::Load() {
     for (const JobRecord& record : records) {
       NewJob restored;
       restored.job = record.job;
-      restored.destination = record.destination;
+      if (!IsTerminal(record.job.state())) {
+        SP_ASSIGN_OR_RETURN(restored.places, PlacesOf(record.job));
+      }
       restored.fingerprint = record.fingerprint;
       restored.rank_tasks_total = record.job.progress().rank_tasks_total();
       restored.bytes_total = record.job.progress().bytes_total();
@@ -244,7 +263,7 @@ absl::StatusOr<std::optional<v1::PrepJob>> Controller::Admit(const std::string& 
   added->job.set_prep_job_id(job_id);
   *added->job.mutable_spec() = spec;
   *added->job.mutable_plan() = facts.summary;
-  added->destination = facts.destination;
+  added->places = facts.places;
   added->fingerprint = facts.fingerprint;
   for (const RegionTasks& region : facts.regions) {
     added->rank_tasks_total += static_cast<int32_t>(region.ranks.size());
@@ -255,12 +274,12 @@ absl::StatusOr<std::optional<v1::PrepJob>> Controller::Admit(const std::string& 
                                                    " bytes, at most ", kMaxJobBytes));
   }
   if (cancelled()) return Left();
-  SP_ASSIGN_OR_RETURN(const InspectedDestination found, planned->Inspect());
-  if (found.complete.has_value()) {
-    // A controller may have died between publishing the manifest and removing the journal.
+  SP_ASSIGN_OR_RETURN(const InspectedDestinations found, planned->Inspect());
+  if (!found.complete.empty()) {
+    // A controller may have died between publishing a manifest and removing the journal.
     SP_RETURN_IF_ERROR(planned->RemoveJournal());
     added->job.set_state(v1::PrepJob::STATE_SUCCEEDED);
-    *added->job.mutable_manifest() = *found.complete;
+    SetManifests(added->job, found.complete);
     return existing;
   }
   if (options_.worker_memory_budget_bytes > 0) {
@@ -292,7 +311,6 @@ absl::StatusOr<v1::PrepJob> Controller::Store(NewJob added, const IsCancelled& c
   if (IsTerminal(added.job.state())) *added.job.mutable_end_time() = now;
   JobRecord record;
   record.job = added.job;
-  record.destination = added.destination;
   record.fingerprint = added.fingerprint;
   if (record.job.state() == v1::PrepJob::STATE_UNSPECIFIED) {
     record.job.set_state(v1::PrepJob::STATE_PENDING);
@@ -373,9 +391,19 @@ absl::StatusOr<v1::ListPrepJobsResponse> Controller::List(const v1::ListPrepJobs
   return response;
 }
 
-absl::StatusOr<v1::ManifestReference> Controller::GetManifest(const std::string& job_id) {
+absl::StatusOr<v1::ManifestReference> Controller::GetManifest(const std::string& job_id,
+                                                              int32_t target) {
   SP_ASSIGN_OR_RETURN(const JobView view, Get(job_id));
-  if (view.job.state() == v1::PrepJob::STATE_SUCCEEDED) return view.job.manifest();
+  const int32_t targets = view.job.spec().targets_size();
+  if (target < 0 || target >= targets) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("target: ", target, ", but prep job ", job_id, " has ", targets,
+                     targets == 1 ? " target" : " targets", ", counted from 0"));
+  }
+  if (view.job.state() == v1::PrepJob::STATE_SUCCEEDED) {
+    SP_CHECK(view.job.other_manifests_size() == targets - 1);
+    return target == 0 ? view.job.manifest() : view.job.other_manifests(target - 1);
+  }
   const std::string state = v1::PrepJob::State_Name(view.job.state());
   return WithReason(
       absl::FailedPreconditionError(absl::StrCat("prep job ", job_id, " has no manifest: ", state)),
@@ -431,14 +459,14 @@ void Controller::RunStep(const JobStep& step) {
     if (!recorder_.Submit(finish) && !stopping()) finish();
     return;
   }
-  absl::StatusOr<v1::ManifestReference> manifest;
+  absl::StatusOr<std::vector<v1::ManifestReference>> manifests;
   absl::Status cleaned;
   absl::StatusOr<std::shared_ptr<PlannedJob>> plan = PlanOf(id);
   if (!plan.ok()) {
-    manifest = plan.status();
+    manifests = plan.status();
     cleaned = plan.status();
   } else if (step.kind == JobStep::Kind::kCommit) {
-    manifest = (*plan)->Commit();
+    manifests = (*plan)->Commit();
   } else {
     // A job of an earlier controller has not claimed it yet.
     cleaned = (*plan)->ClaimDestination();
@@ -452,7 +480,7 @@ void Controller::RunStep(const JobStep& step) {
     absl::MutexLock lock(&mu_);
     --steps_;
     if (step.kind == JobStep::Kind::kCommit) {
-      queue_.CommitFinished(id, std::move(manifest));
+      queue_.CommitFinished(id, manifests);
     } else {
       queue_.CleanFinished(id, cleaned);
     }
@@ -465,7 +493,7 @@ void Controller::RunStep(const JobStep& step) {
 // after a restart only jobs whose record says that leases may be open wait for the fence.
 void Controller::FinishStart(const std::string& job_id, absl::StatusOr<StartedJob> started) {
   absl::Status recorded;
-  if (started.ok() && !started->complete.has_value()) {
+  if (started.ok() && started->complete.empty()) {
     if (absl::StatusOr<JobView> view = Get(job_id); view.ok()) {
       JobRecord record = RecordOf(*std::move(view));
       record.job.set_state(v1::PrepJob::STATE_RUNNING);
@@ -561,12 +589,12 @@ absl::StatusOr<StartedJob> Controller::StartJob(const std::string& job_id) {
     Log(LogLevel::kWarning, "controller", "recorded part is damaged and made again",
         {{"job", job_id}, {"key", key}});
   }
-  SP_ASSIGN_OR_RETURN(const InspectedDestination found, plan->Inspect());
+  SP_ASSIGN_OR_RETURN(const InspectedDestinations found, plan->Inspect());
   started.complete = found.complete;
   started.regions = found.regions;
   started.ranks_per_lease = [plan](int64_t budget) { return plan->RanksPerLease(budget); };
-  if (started.complete.has_value()) {
-    // A controller may have died between publishing the manifest and removing the journal.
+  if (!started.complete.empty()) {
+    // A controller may have died between publishing a manifest and removing the journal.
     if (absl::Status status = plan->RemoveJournal(); !status.ok()) {
       Log(LogLevel::kWarning, "controller", "journal of a complete artefact not removed",
           {{"job", job_id}, {"status", status}});
@@ -747,10 +775,7 @@ void Controller::Report(const QueueEvent& event) const {
 
 JobRecord Controller::RecordOf(JobView view) {
   JobRecord record;
-  if (view.job.spec().targets_size() > 0) {
-    record.destination = view.job.spec().targets(0).destination_uri();
-  }
-  record.fingerprint = view.job.plan().layout_fingerprint();
+  record.fingerprint = view.fingerprint;
   record.sequence = view.sequence;
   record.lease_span = view.lease_span;
   record.job = std::move(view.job);

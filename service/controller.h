@@ -86,7 +86,7 @@ class Controller {
   void Cancel(const std::string& job_id, const Done<v1::PrepJob>& done);
   absl::StatusOr<JobView> Get(const std::string& job_id);
   absl::StatusOr<v1::ListPrepJobsResponse> List(const v1::ListPrepJobsRequest& request);
-  absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id);
+  absl::StatusOr<v1::ManifestReference> GetManifest(const std::string& job_id, int32_t target);
 
   // Tells `observer` of changes until it is destroyed or Unobserve(). RESOURCE_EXHAUSTED over the
   // bound; NOT_FOUND; UNAVAILABLE when streams have ended.

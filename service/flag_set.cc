@@ -212,6 +212,16 @@ void FlagSet::Value(const std::string& name, const std::string& value_name, cons
        }});
 }
 
+void FlagSet::Instead(const std::string& name, const std::vector<std::string>& others) {
+  Find(name);
+  for (const std::string& other : others) {
+    const auto flag = std::find_if(flags_.begin(), flags_.end(),
+                                   [&other](const Flag& f) { return f.name == other; });
+    SP_CHECK(flag != flags_.end());
+    flag->instead = name;
+  }
+}
+
 void FlagSet::Argument(const std::string& name, const std::string& help, std::string* value) {
   arguments_.push_back({.name = name,
                         .value_name = "",
@@ -261,10 +271,24 @@ absl::Status FlagSet::CheckMissing(size_t arguments_found) const {
         absl::StrCat("the argument ", arguments_[arguments_found].name, " is missing"));
   }
   for (const Flag& flag : flags_) {
-    if (flag.required && !flag.set) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--", flag.name, " ", flag.value_name, " is missing"));
+    if (!flag.required || flag.set) continue;
+    if (!flag.instead.empty() && Find(flag.instead).set) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag.name, " ", flag.value_name, " is missing"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FlagSet::CheckInstead() const {
+  for (const Flag& flag : flags_) {
+    if (flag.instead.empty() || !flag.set || !Find(flag.instead).set) continue;
+    std::vector<std::string> beside;
+    for (const Flag& other : flags_) {
+      if (other.set && other.instead == flag.instead) beside.push_back("--" + other.name);
     }
+    return absl::InvalidArgumentError(absl::StrCat("--", flag.instead, " is given, and beside it ",
+                                                   absl::StrJoin(beside, ", "),
+                                                   ", which it stands for"));
   }
   return absl::OkStatus();
 }
@@ -297,15 +321,18 @@ absl::Status FlagSet::Parse(const std::vector<std::string>& arguments) {
     }
     SP_RETURN_IF_ERROR(arguments_[arguments_found++].assign(word));
   }
+  SP_RETURN_IF_ERROR(CheckInstead());
   return CheckMissing(arguments_found);
 }
 
-bool FlagSet::IsSet(const std::string& name) const {
+const FlagSet::Flag& FlagSet::Find(const std::string& name) const {
   const auto flag =
       std::find_if(flags_.begin(), flags_.end(), [&name](const Flag& f) { return f.name == name; });
   SP_CHECK(flag != flags_.end());
-  return flag->set;
+  return *flag;
 }
+
+bool FlagSet::IsSet(const std::string& name) const { return Find(name).set; }
 
 std::string FlagSet::Help() const {
   std::string usage = absl::StrCat("usage: ", help_.command);
@@ -327,7 +354,11 @@ std::string FlagSet::Help() const {
                                  ? absl::StrCat("--", flag.name)
                                  : absl::StrCat("--", flag.name, " ", flag.value_name);
     std::string help = flag.help;
-    if (flag.required) absl::StrAppend(&help, " Required.");
+    if (flag.required) {
+      absl::StrAppend(&help, flag.instead.empty()
+                                 ? " Required."
+                                 : absl::StrCat(" Required without --", flag.instead, "."));
+    }
     if (!flag.default_text.empty()) absl::StrAppend(&help, " ", flag.default_text);
     absl::StrAppend(&text, HelpEntry(head, help));
   }

@@ -55,6 +55,9 @@ class FlagSet {
   void Value(const std::string& name, const std::string& value_name, const std::string& help,
              std::function<absl::Status(const std::string&)> assign,
              Presence presence = Presence::kOptional);
+  // Says that the flag `name` stands for all of `others`, each declared before: beside it none of
+  // them may be given, and with it none is required.
+  void Instead(const std::string& name, const std::vector<std::string>& others);
   // A required argument without a name; they are taken in the order of declaration.
   void Argument(const std::string& name, const std::string& help, std::string* value);
 
@@ -79,6 +82,7 @@ class FlagSet {
     std::string value_name;  // empty for bool flags
     std::string help;
     std::string default_text;
+    std::string instead;  // the flag that stands for this one, if any
     bool required = false;
     bool repeats = false;
     bool set = false;
@@ -86,6 +90,8 @@ class FlagSet {
   };
 
   void Add(Flag flag);
+  const Flag& Find(const std::string& name) const;
+  absl::Status CheckInstead() const;
   absl::Status ParseFlag(const std::vector<std::string>& arguments, size_t* at);
   absl::Status CheckMissing(size_t arguments_found) const;
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -19,21 +18,24 @@
 namespace shardprep {
 
 struct PlanFacts {
-  v1::PlanSummary summary;
-  std::string fingerprint;
+  v1::PlanSummary summary;  // of the first target, with those of the others in it
+  std::string fingerprint;  // of the job: Lease.layout_fingerprint
   std::string source_token;
-  std::string destination;           // normalised URI
-  std::vector<RegionTasks> regions;  // with nothing done
+  std::vector<JobPlace> places;      // by target
+  std::vector<RegionTasks> regions;  // with nothing done; ranks numbered as in v1::RankTask
 };
 
-struct InspectedDestination {
+struct InspectedDestinations {
   std::vector<RegionTasks> regions;  // with what is recorded there marked done
-  std::optional<v1::ManifestReference> complete;
+  // By target, when every destination holds its artefact; else empty.
+  std::vector<v1::ManifestReference> complete;
 };
 
-// A job that has been planned. Holds the plan in memory: tens of MB for large checkpoints. Methods
-// block on I/O unless they say otherwise; at most one of them runs at a time, except for the const
-// ones, which are thread safe.
+// A job that has been planned, with one or several targets. Holds the plan in memory: tens of MB
+// for large checkpoints. Methods block on I/O unless they say otherwise; at most one of them runs
+// at a time, except for the const ones, which are thread safe. What is said of the destination
+// holds for each; the first error counts. A target whose destination holds its artefact already is
+// left as it is.
 class PlannedJob {
  public:
   virtual ~PlannedJob() = default;
@@ -45,29 +47,31 @@ class PlannedJob {
   virtual absl::StatusOr<int32_t> RanksPerLease(int64_t memory_budget_bytes) const = 0;
 
   // Claims the destination against every other job, of this process or another, until the claim is
-  // released; held already, it does nothing. FAILED_PRECONDITION when another job has it.
+  // released; held already, it does nothing. FAILED_PRECONDITION when another job has it, or has
+  // one of several, and then none is claimed.
   virtual absl::Status ClaimDestination() = 0;
   // Does no I/O that could wait.
   virtual void ReleaseDestination() = 0;
 
   // Where the spec asks for it: reads the recorded parts again and forgets those that are not what
-  // was recorded. Their keys. Asks `go_on` in between, from any thread, and returns its status when
-  // it refuses.
+  // was recorded. Their keys; of several targets, behind the destination's URI. Asks `go_on` in
+  // between, from any thread, and returns its status when it refuses.
   virtual absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
       const std::function<absl::Status()>& go_on) = 0;
 
   // What lies at the destination. Writes nothing. FAILED_PRECONDITION when it is something else.
-  virtual absl::StatusOr<InspectedDestination> Inspect() = 0;
+  virtual absl::StatusOr<InspectedDestinations> Inspect() = 0;
 
   // Whether what is left to write fits and may be written. RESOURCE_EXHAUSTED naming free and
   // needed bytes; FAILED_PRECONDITION.
-  virtual absl::Status CheckRoom(const InspectedDestination& found) = 0;
+  virtual absl::Status CheckRoom(const InspectedDestinations& found) = 0;
 
   // Before the first write: removes what unfinished jobs of other fingerprints left.
   virtual absl::Status ClearLeftovers() = 0;
 
-  // Publishes the artefact and removes the journal. Idempotent.
-  virtual absl::StatusOr<v1::ManifestReference> Commit() = 0;
+  // Publishes the artefacts, in the order of the targets, and removes the journals. Idempotent:
+  // called again after an error it goes on with what is not published yet.
+  virtual absl::StatusOr<std::vector<v1::ManifestReference>> Commit() = 0;
 
   // Removes only the journal of a complete artefact.
   virtual absl::Status RemoveJournal() = 0;

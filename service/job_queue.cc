@@ -3,16 +3,19 @@
 // 1. A job is PENDING until its start step has planned it again; then it is RUNNING and its rank
 //    tasks can be leased; when all are done and no lease is open, its commit step publishes it.
 //    Jobs start in order of creation, except those that must wait: a job never starts while
-//    another unfinished job that has been started has its destination, nor before the fence of an
-//    earlier controller there has passed. So of two jobs with one fingerprint and destination the
-//    second finds the work of the first.
+//    another unfinished job that was started or created before it has one of its destinations, nor
+//    before the fences of an earlier controller there have passed. So of two jobs with one
+//    fingerprint at a destination the second finds the work of the first. A job of several targets
+//    takes all of its destinations at once when it starts and gives them back at once at its end;
+//    until then it holds none but keeps each from jobs that were created later. Since jobs wait
+//    only for started ones, which need nothing more, and for older ones, none wait for each other.
 // 2. A lease names one region and as many of its open ranks as fit the worker. A worker holds one
 //    lease. It may write until (sending of its call) + duration - margin on its own clock; here the
 //    lease is open until (answer to that call) + duration + margin, or until its end is reported,
 //    or until its worker's process is known to have ended. A withdrawn lease is no longer named to
 //    its worker, so no longer renewed, but it stays open by the same rule. Not being mentioned in
 //    a report never closes a lease: the answer that granted it may still be under way.
-// 3. While any lease of a job is open its destination is taken: nothing else may write there.
+// 3. While any lease of a job is open its destinations are taken: nothing else may write there.
 // 4. A failed attempt counts against each rank task that the lease leaves undone. UNAVAILABLE,
 //    ABORTED, RESOURCE_EXHAUSTED and the death or silence of the worker allow another attempt, up
 //    to the limit; then, or at once for any other code, the job fails with the first cause of that
@@ -25,7 +28,8 @@
 //    tried to commit, its clean step comes first: a cancelled job's output is removed, of a failed
 //    one's all but the parts that it recorded, which the next run resumes. A job that is cancelled
 //    during its clean step gets another. A cancel or a deadline that comes during the commit loses
-//    when the commit succeeds: others may have seen the manifest.
+//    when the commit succeeds: others may have seen the manifest. A target that was published stays
+//    for the same reason, whatever becomes of the job's others.
 // 6. Reports of leases that are not open, or not the reporting worker's, are ignored: they are
 //    late, and what they say has been decided already. A worker that says that it holds one is
 //    told to stop it, and gets no other before it has: so do those that an earlier controller
@@ -127,9 +131,43 @@ absl::Status Followed(const absl::Status& status, const std::string& suffix) {
   return WithMessage(status, absl::StrCat(status.message(), suffix));
 }
 
-std::string RankText(const std::vector<int32_t>& ranks) {
-  if (ranks.size() == 1 && ranks[0] < 0) return "replicated tensors";
-  return absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ", absl::StrJoin(ranks, ","));
+// By their numbers (v1::RankTask), for people: "ranks 0,1", "replicated tensors of targets 0,1". Of
+// -1 alone the target is not named: most jobs have one.
+std::string RankText(const std::vector<int32_t>& numbers) {
+  std::vector<int32_t> ranks;
+  std::vector<int32_t> targets;  // of replicated tensors
+  for (const int32_t number : numbers) {
+    if (number >= 0) {
+      ranks.push_back(number);
+    } else {
+      targets.push_back(-1 - number);
+    }
+  }
+  std::vector<std::string> texts;
+  if (!ranks.empty()) {
+    texts.push_back(
+        absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ", absl::StrJoin(ranks, ",")));
+  }
+  if (targets.size() == 1 && targets[0] == 0) {
+    texts.push_back("replicated tensors");
+  } else if (!targets.empty()) {
+    texts.push_back(absl::StrCat("replicated tensors of ",
+                                 targets.size() == 1 ? "target " : "targets ",
+                                 absl::StrJoin(targets, ",")));
+  }
+  return absl::StrJoin(texts, " and ");
+}
+
+// `destinations` is a set of them, or a map by them.
+template <typename Destinations>
+bool IsAnyIn(const std::vector<JobPlace>& places, const Destinations& destinations) {
+  return std::any_of(places.begin(), places.end(), [&](const JobPlace& place) {
+    return destinations.count(place.destination) != 0;
+  });
+}
+
+void AddTo(std::set<std::string>& destinations, const std::vector<JobPlace>& places) {
+  for (const JobPlace& place : places) destinations.insert(place.destination);
 }
 
 bool IsWorkerId(const std::string& id) {
@@ -203,7 +241,7 @@ struct JobQueue::Job {
   std::string policy_json;
   std::map<int, std::string> state_dicts;  // by target
   int64_t bytes = 0;                       // serialised, as added
-  std::string destination;
+  std::vector<JobPlace> places;            // by target
   std::string fingerprint;
   std::string source_token;
   absl::Duration created;  // these three monotonic
@@ -312,13 +350,25 @@ absl::Status JobQueue::CheckJob(const NewJob& job) const {
                       "QUEUE_FULL", {{"bound", absl::StrCat(options_.max_job_bytes)}});
   }
   for (const auto& [sequence, other] : unfinished_) {
-    if (other->destination != job.destination || other->fingerprint == job.fingerprint) continue;
-    const std::string& other_id = other->proto.prep_job_id();
-    return WithReason(
-        absl::FailedPreconditionError(absl::StrCat(
-            "destination ", job.destination, " is taken by unfinished prep job ", other_id,
-            ": its layout fingerprint is ", other->fingerprint, ", this one's ", job.fingerprint)),
-        "DESTINATION_BUSY", {{"destination", job.destination}, {"prep_job_id", other_id}});
+    SP_RETURN_IF_ERROR(CheckPlaces(*other, job.places));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status JobQueue::CheckPlaces(const Job& other, const std::vector<JobPlace>& wanted) {
+  for (const JobPlace& place : wanted) {
+    for (const JobPlace& theirs : other.places) {
+      if (theirs.destination != place.destination || theirs.fingerprint == place.fingerprint) {
+        continue;
+      }
+      const std::string& other_id = other.proto.prep_job_id();
+      return WithReason(absl::FailedPreconditionError(absl::StrCat(
+                            "destination ", place.destination, " is taken by unfinished prep job ",
+                            other_id, ": its layout fingerprint is ", theirs.fingerprint,
+                            ", this one's ", place.fingerprint)),
+                        "DESTINATION_BUSY",
+                        {{"destination", place.destination}, {"prep_job_id", other_id}});
+    }
   }
   return absl::OkStatus();
 }
@@ -340,7 +390,7 @@ JobQueue::Job& JobQueue::Enter(NewJob added, int64_t sequence) {
     job.state_dicts[t] = std::move(*target.mutable_state_dict_json());
     target.clear_state_dict_json();
   }
-  job.destination = std::move(added.destination);
+  job.places = std::move(added.places);
   job.fingerprint = std::move(added.fingerprint);
   job.tasks_total = added.rank_tasks_total;
   job.bytes_total = added.bytes_total;
@@ -354,6 +404,7 @@ JobQueue::Job& JobQueue::Enter(NewJob added, int64_t sequence) {
     EnterFinished(job);
     return job;
   }
+  SP_CHECK(!job.places.empty());
   job.proto.set_state(v1::PrepJob::STATE_PENDING);
   unfinished_[job.sequence] = &job;
   unfinished_bytes_ += job.bytes;
@@ -422,8 +473,10 @@ absl::Status JobQueue::Restore(NewJob restored) {
     // The last renewal was before this moment.
     job.wrote = true;
     job.fenced_until = clock_->Monotonic() + job.lease_span;
-    absl::Duration& fence = fenced_until_[job.destination];
-    fence = std::max(fence, job.fenced_until);
+    for (const JobPlace& place : job.places) {
+      absl::Duration& fence = fenced_until_[place.destination];
+      fence = std::max(fence, job.fenced_until);
+    }
   }
   if (job.proto.has_error()) job.error = FromRpcStatus(job.proto.error());
   if (job.proto.cancel_requested() || !job.error.ok()) {
@@ -582,7 +635,8 @@ absl::StatusOr<JobView> JobQueue::Get(const std::string& job_id) const {
     return WithReason(absl::NotFoundError(absl::StrCat("no prep job ", job_id)), "JOB_NOT_FOUND",
                       {{"prep_job_id", job_id}});
   }
-  return JobView{Snapshot(*job, true), job->version, job->sequence, job->lease_span};
+  return JobView{Snapshot(*job, true), job->version, job->sequence, job->fingerprint,
+                 job->lease_span};
 }
 
 std::vector<std::string> JobQueue::JobsWithoutLeases() const {
@@ -658,31 +712,33 @@ std::optional<JobStep> JobQueue::NextStep() {
   std::set<std::string> busy;   // of them, those where more goes on than waiting to be cleaned
   for (const auto& [sequence, job] : unfinished_) {
     if (!job->started()) continue;
-    taken.insert(job->destination);
+    AddTo(taken, job->places);
     // Two at one destination: jobs that an earlier controller had started, and that have ended.
-    if (job->phase != Phase::kCleanDue) busy.insert(job->destination);
+    if (job->phase != Phase::kCleanDue) AddTo(busy, job->places);
     // Stopping jobs only wait for their fence; they must not keep others from starting.
     if (job->phase != Phase::kStopping) ++active;
   }
   for (const auto& [sequence, job] : unfinished_) {
-    if (job->step_not_before > now) continue;
     const std::string& id = job->proto.prep_job_id();
-    const bool fenced = fenced_until_.count(job->destination) != 0;
-    if (job->phase == Phase::kCommitDue) {
+    const bool due = job->step_not_before <= now;
+    const bool free = !IsAnyIn(job->places, fenced_until_);
+    if (job->phase == Phase::kCommitDue && due) {
       SetPhase(*job, Phase::kCommitting);
       job->wrote = true;
       return JobStep{JobStep::Kind::kCommit, id};
     }
-    if (job->phase == Phase::kCleanDue && !fenced && busy.count(job->destination) == 0) {
+    if (job->phase == Phase::kCleanDue && due && free && !IsAnyIn(job->places, busy)) {
       SetPhase(*job, Phase::kCleaning);
       job->removing = job->proto.cancel_requested();
       return JobStep{job->removing ? JobStep::Kind::kRemove : JobStep::Kind::kTidy, id};
     }
-    if (job->phase == Phase::kPending && may_start && active < options_.max_active_jobs &&
-        !fenced && taken.count(job->destination) == 0) {
+    if (job->phase != Phase::kPending) continue;
+    if (due && free && may_start && active < options_.max_active_jobs &&
+        !IsAnyIn(job->places, taken)) {
       SetPhase(*job, Phase::kStarting);
       return JobStep{JobStep::Kind::kStart, id};
     }
+    AddTo(taken, job->places);  // kept from jobs that were created later
   }
   return std::nullopt;
 }
@@ -749,8 +805,9 @@ void JobQueue::TakePlan(Job& job, StartedJob started) {
   changes_.events.push_back({.kind = QueueEvent::Kind::kJobStarted,
                              .job_id = job.proto.prep_job_id(),
                              .duration = clock_->Monotonic() - job.created});
-  if (started.complete.has_value()) {
-    *job.proto.mutable_manifest() = *started.complete;
+  if (!started.complete.empty()) {
+    SP_CHECK(started.complete.size() == job.places.size());
+    SetManifests(job.proto, started.complete);
     job.tasks_done = job.tasks_resumed = job.tasks_total;
     job.bytes_recorded = job.bytes_total;
     Finish(job, v1::PrepJob::STATE_SUCCEEDED, absl::OkStatus());
@@ -798,19 +855,20 @@ void JobQueue::MarkDone(Job& job, int32_t region_index, int32_t rank) {
 }
 
 void JobQueue::CommitFinished(const std::string& job_id,
-                              absl::StatusOr<v1::ManifestReference> manifest) {
+                              const absl::StatusOr<std::vector<v1::ManifestReference>>& manifests) {
   Job* job = FindJob(job_id);
   SP_CHECK(job != nullptr && job->phase == Phase::kCommitting);
-  if (manifest.ok()) {
-    *job->proto.mutable_manifest() = *std::move(manifest);
+  if (manifests.ok()) {
+    SP_CHECK(manifests->size() == job->places.size());
+    SetManifests(job->proto, *manifests);
     Finish(*job, v1::PrepJob::STATE_SUCCEEDED, absl::OkStatus());
     return;
   }
-  if (!job->proto.cancel_requested() && job->error.ok() && RetryStep(*job, manifest.status())) {
+  if (!job->proto.cancel_requested() && job->error.ok() && RetryStep(*job, manifests.status())) {
     SetPhase(*job, Phase::kCommitDue);
     return;
   }
-  Fail(*job, Prefixed("commit: ", manifest.status()));
+  Fail(*job, Prefixed("commit: ", manifests.status()));
   Advance(*job);
 }
 

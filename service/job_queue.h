@@ -33,8 +33,9 @@ class JobQueue {
   // Jobs -----------------------------------------------------------------------------------------
 
   // Whether AddJob() would take the job. ALREADY_EXISTS when the id is taken; FAILED_PRECONDITION
-  // when an unfinished job with another fingerprint has the destination; RESOURCE_EXHAUSTED naming
-  // the bound; UNAVAILABLE while draining. A job in a terminal state is refused only for its id.
+  // when an unfinished job makes something with another fingerprint at one of its places;
+  // RESOURCE_EXHAUSTED naming the bound; UNAVAILABLE while draining. A job in a terminal state is
+  // refused only for its id.
   absl::Status CheckJob(const NewJob& job) const;
   absl::Status AddJob(NewJob job);
   // The sequence that the next AddJob() gives.
@@ -62,7 +63,9 @@ class JobQueue {
   // Instead: that the job runs could not be recorded, which is not its fault. No job starts for a
   // while, then it is this one's turn again.
   void StartPostponed(const std::string& job_id);
-  void CommitFinished(const std::string& job_id, absl::StatusOr<v1::ManifestReference> manifest);
+  // Manifests by target, one for each place of the job.
+  void CommitFinished(const std::string& job_id,
+                      const absl::StatusOr<std::vector<v1::ManifestReference>>& manifests);
   void CleanFinished(const std::string& job_id, const absl::Status& status);
 
   // Workers --------------------------------------------------------------------------------------
@@ -101,6 +104,7 @@ class JobQueue {
 
   // Jobs.
   Job* FindJob(const std::string& job_id) const;
+  static absl::Status CheckPlaces(const Job& other, const std::vector<JobPlace>& wanted);
   Job& Enter(NewJob added, int64_t sequence);
   void EnterFinished(Job& job);
   void SetTimeout(Job& job);

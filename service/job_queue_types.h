@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,9 @@
 #include "shardprep/v1/worker.pb.h"
 
 namespace shardprep {
+
+// Of one job, a bound of the wire (prep.proto).
+inline constexpr int kMaxTargets = 16;
 
 struct JobQueueOptions {
   // Leases go only to workers whose build is equal to this one.
@@ -42,12 +44,18 @@ struct JobQueueOptions {
   absl::Duration LeaseSpan() const { return lease_duration + fence_margin; }
 };
 
+// Where one target of a job goes, and what goes there.
+struct JobPlace {
+  std::string destination;  // normalised URI: equal strings are the same place
+  std::string fingerprint;  // layout fingerprint
+};
+
 struct NewJob {
-  // Id, normalised spec, timeout and plan summary; in a terminal state also error, manifest and
+  // Id, normalised spec, timeout and plan summary; in a terminal state also error, manifests and
   // times: such a job is history from the start. The queue sets everything else.
   v1::PrepJob job;
-  std::string destination;  // normalised URI: equal strings are the same place
-  std::string fingerprint;
+  std::vector<JobPlace> places;  // by target, at least one unless the state is terminal
+  std::string fingerprint;       // of the job: Lease.layout_fingerprint
   int32_t rank_tasks_total = 0;
   int64_t bytes_total = 0;
   // For Restore() only. Zero `lease_span`: no earlier controller gave leases for the job. Else how
@@ -79,8 +87,8 @@ struct StartedJob {
   std::string fingerprint;
   std::string source_token;
   std::vector<RegionTasks> regions;
-  // Set when the destination holds the very artefact already.
-  std::optional<v1::ManifestReference> complete;
+  // By target, when every destination holds the very artefact already; else empty.
+  std::vector<v1::ManifestReference> complete;
   // Ranks that one lease covers under a worker's memory budget; INVALID_ARGUMENT when not even one
   // fits. Pure and quick.
   std::function<absl::StatusOr<int32_t>(int64_t memory_budget_bytes)> ranks_per_lease;
@@ -90,7 +98,7 @@ struct StartedJob {
 struct JobStep {
   enum class Kind {
     kStart,   // plan again, remove leftovers of other jobs: answer with StartFinished()
-    kCommit,  // publish the manifest: answer with CommitFinished()
+    kCommit,  // publish the manifests: answer with CommitFinished()
     kRemove,  // delete what the cancelled job wrote: answer with CleanFinished()
     kTidy,    // delete what the failed job wrote and has not recorded: CleanFinished()
   };
@@ -116,7 +124,7 @@ struct QueueEvent {
   std::string worker_id;
   std::string lease_id;
   int32_t region = -1;
-  std::string ranks;       // of the lease, for people: "rank 3", "ranks 0,1"
+  std::string ranks;       // of the lease, by number, for people: "rank 3", "ranks 0,1"
   int32_t rank_count = 0;  // of the lease; for failures those left undone
   int32_t attempt = 0;
   int32_t lost_leases = 0;                                    // kWorkerLeft
@@ -129,6 +137,7 @@ struct JobView {
   v1::PrepJob job;
   int64_t version = 0;   // grows with each change of the job
   int64_t sequence = 0;  // order of creation
+  std::string fingerprint;
   // Longest time that a lease of the job, given by this controller or an earlier one, may be open
   // after its last renewal. Zero when none was given.
   absl::Duration lease_span;
@@ -161,6 +170,12 @@ struct QueueStats {
 inline bool IsTerminal(v1::PrepJob::State state) {
   return state == v1::PrepJob::STATE_SUCCEEDED || state == v1::PrepJob::STATE_FAILED ||
          state == v1::PrepJob::STATE_CANCELLED;
+}
+
+// Those of all targets, at least one, in their order.
+inline void SetManifests(v1::PrepJob& job, const std::vector<v1::ManifestReference>& manifests) {
+  *job.mutable_manifest() = manifests.front();
+  job.mutable_other_manifests()->Assign(manifests.begin() + 1, manifests.end());
 }
 
 }  // namespace shardprep

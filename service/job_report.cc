@@ -72,6 +72,46 @@ Rows ManifestRows(const v1::ManifestReference& manifest) {
           {"bytes", ExactSize(manifest.total_bytes())}};
 }
 
+// Of one target, by its plan: "8 ranks, intermediate 192 padded to 256 (<rule>), <profile>, ...".
+std::string OutputText(const v1::PlanSummary& plan) {
+  return absl::StrCat(plan.rank_count(), " ranks, intermediate ", plan.extents().intermediate(),
+                      " padded to ", plan.extents().padded_intermediate(), " (",
+                      plan.alignment().rule_id(), "), ", plan.kernel_target().profile(), ", each ",
+                      ExactSize(plan.routed_bytes_per_rank()));
+}
+
+void AddPlan(const v1::PlanSummary& plan, Rows& rows) {
+  const v1::KernelTarget& kernel = plan.kernel_target();
+  rows.emplace_back("kernel", absl::StrCat(kernel.backend(), ", ", kernel.activation(), ", ",
+                                           kernel.architecture(), ", ", kernel.profile()));
+  rows.emplace_back("each rank", ExactSize(plan.routed_bytes_per_rank()));
+}
+
+void AddManifest(const v1::ManifestReference& manifest, Rows& rows) {
+  for (auto& row : ManifestRows(manifest)) rows.push_back(std::move(row));
+}
+
+const v1::PlanSummary& PlanOf(const v1::PrepJob& job, int target) {
+  return target == 0 ? job.plan() : job.plan().other_targets(target - 1);
+}
+
+const v1::ManifestReference& ManifestOf(const v1::PrepJob& job, int target) {
+  return target == 0 ? job.manifest() : job.other_manifests(target - 1);
+}
+
+// A section for each target of several.
+std::string TargetSections(const v1::PrepJob& job) {
+  std::string text;
+  for (int t = 0; t < job.spec().targets_size(); ++t) {
+    Rows rows = {{"destination", job.spec().targets(t).destination_uri()}};
+    if (job.has_plan() && t <= job.plan().other_targets_size()) AddPlan(PlanOf(job, t), rows);
+    if (job.has_manifest() && t <= job.other_manifests_size())
+      AddManifest(ManifestOf(job, t), rows);
+    absl::StrAppend(&text, "targets[", t, "]\n", AlignedRows(rows));
+  }
+  return text;
+}
+
 }  // namespace
 
 std::string JobStateText(const v1::PrepJob& job) {
@@ -92,7 +132,26 @@ ProgressState JobProgress(const v1::PrepJob& job) {
   return state;
 }
 
+std::vector<std::string> JobAnnouncement(const v1::PrepJob& job) {
+  const v1::PlanSummary& plan = job.plan();
+  const std::string start =
+      absl::StrCat("preparing ", plan.routed_layer_count(), " routed layers for ");
+  if (plan.other_targets_size() == 0) return {absl::StrCat(start, OutputText(plan))};
+  std::vector<std::string> lines = {
+      absl::StrCat(start, plan.other_targets_size() + 1, " targets, reading the source once")};
+  if (plan.joint().read_bytes() > plan.joint().needed_bytes()) {
+    lines[0] =
+        absl::StrCat(start, plan.other_targets_size() + 1, " targets, reading each source byte ",
+                     absl::StrFormat("%.3f", plan.joint().read_amplification()), " times");
+  }
+  for (int t = 0; t <= plan.other_targets_size(); ++t) {
+    lines.push_back(absl::StrCat("targets[", t, "]: ", OutputText(PlanOf(job, t))));
+  }
+  return lines;
+}
+
 std::string JobReport(const v1::PrepJob& job) {
+  const bool is_alone = job.spec().targets_size() <= 1;
   Rows rows = {{"job", job.prep_job_id()}, {"state", JobStateText(job)}};
   if (job.has_error()) {
     const auto code = static_cast<absl::StatusCode>(job.error().code());
@@ -100,15 +159,10 @@ std::string JobReport(const v1::PrepJob& job) {
                       absl::StrCat(absl::StatusCodeToString(code), ": ", job.error().message()));
   }
   rows.emplace_back("source", job.spec().source_uri());
-  for (const v1::Target& target : job.spec().targets()) {
-    rows.emplace_back("destination", target.destination_uri());
+  if (is_alone && job.spec().targets_size() == 1) {
+    rows.emplace_back("destination", job.spec().targets(0).destination_uri());
   }
-  if (job.has_plan()) {
-    const v1::KernelTarget& kernel = job.plan().kernel_target();
-    rows.emplace_back("kernel", absl::StrCat(kernel.backend(), ", ", kernel.activation(), ", ",
-                                             kernel.architecture(), ", ", kernel.profile()));
-    rows.emplace_back("each rank", ExactSize(job.plan().routed_bytes_per_rank()));
-  }
+  if (is_alone && job.has_plan()) AddPlan(job.plan(), rows);
   if (job.has_create_time()) rows.emplace_back("created", TimeText(job.create_time()));
   if (job.has_start_time()) rows.emplace_back("started", TimeText(job.start_time()));
   if (job.has_end_time()) {
@@ -120,10 +174,8 @@ std::string JobReport(const v1::PrepJob& job) {
     rows.emplace_back("took", ClockText(Instant(job.end_time()) - Instant(job.start_time())));
   }
   if (job.has_progress()) AddProgress(job.progress(), rows);
-  if (job.has_manifest()) {
-    for (auto& row : ManifestRows(job.manifest())) rows.push_back(std::move(row));
-  }
-  return AlignedRows(rows);
+  if (is_alone && job.has_manifest()) AddManifest(job.manifest(), rows);
+  return absl::StrCat(AlignedRows(rows), is_alone ? "" : TargetSections(job));
 }
 
 std::string JobTable(const std::vector<v1::PrepJob>& jobs) {
@@ -131,15 +183,22 @@ std::string JobTable(const std::vector<v1::PrepJob>& jobs) {
   std::vector<std::vector<std::string>> table = {
       {"job", "state", "done", "created", "destination"}};
   for (const v1::PrepJob& job : jobs) {
+    const int targets = job.spec().targets_size();
+    std::string destination = targets > 0 ? job.spec().targets(0).destination_uri() : "";
+    if (targets > 1) absl::StrAppend(&destination, " (+", targets - 1, ")");
     table.push_back({job.prep_job_id(), JobStateText(job), PercentText(job),
-                     job.has_create_time() ? TimeText(job.create_time()) : "-",
-                     job.spec().targets_size() > 0 ? job.spec().targets(0).destination_uri() : ""});
+                     job.has_create_time() ? TimeText(job.create_time()) : "-", destination});
   }
   return AlignedTable(table, 5);
 }
 
-std::string ManifestReport(const v1::ManifestReference& manifest) {
-  return AlignedRows(ManifestRows(manifest));
+std::string ManifestReport(const v1::PrepJob& job) {
+  if (job.other_manifests_size() == 0) return AlignedRows(ManifestRows(job.manifest()));
+  std::string text;
+  for (int t = 0; t <= job.other_manifests_size(); ++t) {
+    absl::StrAppend(&text, "targets[", t, "]\n", AlignedRows(ManifestRows(ManifestOf(job, t))));
+  }
+  return text;
 }
 
 }  // namespace shardprep

@@ -19,8 +19,7 @@ namespace shardprep {
 struct JobRecord {
   v1::PrepJob job;          // progress as of the last record
   int64_t sequence = 0;     // order of creation; of one job only
-  std::string destination;  // normalised URI
-  std::string fingerprint;  // layout fingerprint
+  std::string fingerprint;  // of the job: Lease.layout_fingerprint
   // For how long after this controller's end leases of the job may still be open: duration and
   // margin as it was set; next to nothing when it has seen all of them closed. Zero when none was
   // ever given.

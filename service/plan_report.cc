@@ -38,10 +38,11 @@ std::string LayersText(const v1::PlanSummary& plan) {
   return absl::StrCat(plan.routed_layer_count(), ", of them ", plan.mtp_layer_count(), " MTP");
 }
 
-std::string TargetSection(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
-  const v1::ParallelLayout& parallel = spec.targets(0).parallel_layout();
+std::string TargetSection(const std::string& title, const v1::Target& target,
+                          const v1::PlanSummary& plan) {
+  const v1::ParallelLayout& parallel = target.parallel_layout();
   const v1::KernelTarget& kernel = plan.kernel_target();
-  Rows rows = {{"destination", spec.targets(0).destination_uri()},
+  Rows rows = {{"destination", target.destination_uri()},
                {"parallel layout", absl::StrCat("tensor parallel ", parallel.tensor_parallel_size(),
                                                 " x data parallel ", parallel.data_parallel_size(),
                                                 ", ", plan.rank_count(), " ranks")},
@@ -53,7 +54,7 @@ std::string TargetSection(const v1::PrepJobSpec& spec, const v1::PlanSummary& pl
                     plan.minimum_aiter_version().empty() ? "none" : plan.minimum_aiter_version());
   rows.emplace_back("routed layers", LayersText(plan));
   rows.emplace_back("fingerprint", plan.layout_fingerprint());
-  return absl::StrCat("target\n", AlignedRows(rows));
+  return absl::StrCat(title, "\n", AlignedRows(rows));
 }
 
 std::string RuleSection(const v1::PlanSummary& plan) {
@@ -116,7 +117,7 @@ std::string RankSection(const v1::PlanSummary& plan) {
   return absl::StrCat("each rank\n", AlignedTable(table, 1));
 }
 
-std::string JobSection(const v1::PlanSummary& plan) {
+std::string JobSection(const std::string& title, const v1::PlanSummary& plan) {
   std::vector<std::vector<std::string>> table;
   table.push_back(SizeRow("replicated tensors, stored once", plan.replicated_bytes()));
   table.push_back(SizeRow("source bytes needed", plan.needed_bytes()));
@@ -132,7 +133,27 @@ std::string JobSection(const v1::PlanSummary& plan) {
       {"ranks in one lease", absl::StrCat(plan.ranks_per_lease(), " of ", plan.rank_count())},
       {"work", absl::StrCat(FormatThousands(plan.region_count()), " regions, ",
                             FormatThousands(plan.part_count()), " part files")}};
-  return absl::StrCat("job\n", AlignedTable(table, 1), AlignedRows(rows));
+  return absl::StrCat(title, "\n", AlignedTable(table, 1), AlignedRows(rows));
+}
+
+int32_t AllRanks(const v1::PlanSummary& plan) {
+  int32_t ranks = plan.rank_count();
+  for (const v1::PlanSummary& other : plan.other_targets()) ranks += other.rank_count();
+  return ranks;
+}
+
+std::string JointSection(const v1::PlanSummary& plan) {
+  const v1::JointPlan& joint = plan.joint();
+  const std::vector<std::vector<std::string>> table = {
+      SizeRow("source bytes needed", joint.needed_bytes()),
+      SizeRow("source bytes read", joint.read_bytes()),
+      SizeRow("written, space needed", joint.output_bytes()),
+      SizeRow("least memory of a worker", joint.minimum_memory_budget_bytes()),
+      SizeRow("memory to read the source once", joint.read_once_memory_budget_bytes())};
+  const Rows rows = {
+      {"read amplification", absl::StrFormat("%.3f", joint.read_amplification())},
+      {"ranks in one lease", absl::StrCat(joint.ranks_per_lease(), " of ", AllRanks(plan))}};
+  return absl::StrCat("all targets together\n", AlignedTable(table, 1), AlignedRows(rows));
 }
 
 std::string LeftBehindSection(const v1::PlanSummary& plan) {
@@ -161,22 +182,68 @@ std::string StaleSection(const v1::PlanSummary& plan) {
   return text;
 }
 
+std::string SpaceWarning(const std::string& place, const v1::PlanSummary& plan) {
+  const int64_t free = plan.destination_free_bytes();
+  if (free < 0 || free >= plan.output_bytes()) return "";
+  return absl::StrCat("warning: ", place, " has ", FormatThousands(plan.output_bytes() - free),
+                      " B too little space for all of it\n");
+}
+
+std::string ReadWarning(int32_t ranks_per_lease, int32_t ranks) {
+  return absl::StrCat("warning: with this memory budget a lease covers ", ranks_per_lease, " of ",
+                      ranks, " ranks, and parts of the source are read more than once\n");
+}
+
 std::string WarningSection(const v1::PlanSummary& plan) {
-  std::string text;
-  if (plan.destination_free_bytes() >= 0 && plan.destination_free_bytes() < plan.output_bytes()) {
-    absl::StrAppend(&text, "warning: the destination has ",
-                    FormatThousands(plan.output_bytes() - plan.destination_free_bytes()),
-                    " B too little space for all of it\n");
-  }
+  std::string text = SpaceWarning("the destination", plan);
   if (plan.read_bytes() > plan.needed_bytes()) {
-    absl::StrAppend(&text, "warning: with this memory budget a lease covers ",
-                    plan.ranks_per_lease(), " of ", plan.rank_count(),
-                    " ranks, and parts of the source are read more than once\n");
+    absl::StrAppend(&text, ReadWarning(plan.ranks_per_lease(), plan.rank_count()));
   }
   for (const std::string& warning : plan.warnings()) {
     absl::StrAppend(&text, "warning: ", warning, "\n");
   }
   return text;
+}
+
+std::string TitleOf(int target) { return absl::StrCat("targets[", target, "]"); }
+
+// Of several targets: reads and leases are those of all together.
+std::string WarningsOfAll(const std::vector<const v1::PlanSummary*>& plans) {
+  const v1::PlanSummary& first = *plans.front();
+  std::string text;
+  for (size_t t = 0; t < plans.size(); ++t) {
+    const std::string place = absl::StrCat("the destination of ", TitleOf(static_cast<int>(t)));
+    absl::StrAppend(&text, SpaceWarning(place, *plans[t]));
+  }
+  if (first.joint().read_bytes() > first.joint().needed_bytes()) {
+    absl::StrAppend(&text, ReadWarning(first.joint().ranks_per_lease(), AllRanks(first)));
+  }
+  for (size_t t = 0; t < plans.size(); ++t) {
+    for (const std::string& warning : plans[t]->warnings()) {
+      absl::StrAppend(&text, "warning: ", TitleOf(static_cast<int>(t)), ": ", warning, "\n");
+    }
+  }
+  return text;
+}
+
+// A section of each target, then what holds for all.
+std::string ReportOfSeveral(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
+  std::vector<const v1::PlanSummary*> plans = {&plan};
+  for (const v1::PlanSummary& other : plan.other_targets()) plans.push_back(&other);
+  std::string text = CheckpointSection(spec, plan);
+  const std::string left_behind = absl::StrCat(LeftBehindSection(plan), StaleSection(plan));
+  std::string other_left_behind;  // where it is not the same
+  for (size_t t = 0; t < plans.size(); ++t) {
+    const v1::PlanSummary& own = *plans[t];
+    const std::string title = TitleOf(static_cast<int>(t));
+    absl::StrAppend(&text, TargetSection(title, spec.targets(static_cast<int>(t)), own),
+                    RuleSection(own), TensorSection(own), RankSection(own),
+                    JobSection(absl::StrCat(title, " as a job of its own"), own));
+    const std::string left = absl::StrCat(LeftBehindSection(own), StaleSection(own));
+    if (left != left_behind) absl::StrAppend(&other_left_behind, title, ": ", left);
+  }
+  return absl::StrCat(text, JointSection(plan), left_behind, other_left_behind,
+                      WarningsOfAll(plans));
 }
 
 }  // namespace
@@ -216,9 +283,11 @@ std::string AlignedTable(const std::vector<std::vector<std::string>>& rows, size
 }
 
 std::string PlanReport(const v1::PrepJobSpec& spec, const v1::PlanSummary& plan) {
-  return absl::StrCat(CheckpointSection(spec, plan), TargetSection(spec, plan), RuleSection(plan),
-                      TensorSection(plan), RankSection(plan), JobSection(plan),
-                      LeftBehindSection(plan), StaleSection(plan), WarningSection(plan));
+  if (plan.other_targets_size() > 0) return ReportOfSeveral(spec, plan);
+  return absl::StrCat(CheckpointSection(spec, plan), TargetSection("target", spec.targets(0), plan),
+                      RuleSection(plan), TensorSection(plan), RankSection(plan),
+                      JobSection("job", plan), LeftBehindSection(plan), StaleSection(plan),
+                      WarningSection(plan));
 }
 
 }  // namespace shardprep

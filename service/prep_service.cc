@@ -13,6 +13,7 @@
 #include "kernels/status_macros.h"
 #include "service/audit.h"
 #include "service/controller.h"
+#include "service/job_queue_types.h"
 #include "service/peer.h"
 #include "shardprep/v1/prep.grpc.pb.h"
 #include "workers/grpc_status.h"
@@ -24,7 +25,6 @@ constexpr size_t kMaxUriSize = 4096;
 constexpr size_t kMaxNameSize = 256;
 constexpr size_t kMaxPolicySize = 1 << 20;
 constexpr size_t kMaxStateDictSize = 1 << 20;
-constexpr int kMaxTargets = 16;
 
 absl::Status CheckSize(const char* field, size_t size, size_t bound) {
   if (size <= bound) return absl::OkStatus();
@@ -267,7 +267,8 @@ class PrepServiceImpl : public v1::PrepService::CallbackService {
                                         v1::ManifestReference* response) override {
     const absl::Status allowed = CheckCaller(PeerOf(*context), "GetManifest");
     if (!allowed.ok()) return Answer<v1::ManifestReference>(context, allowed, response);
-    return Answer(context, controller_->GetManifest(request->prep_job_id()), response);
+    return Answer(context, controller_->GetManifest(request->prep_job_id(), request->target()),
+                  response);
   }
 
  private:

@@ -51,8 +51,8 @@ constexpr const char* kMigrations[] = {
     " prep_job_id TEXT NOT NULL PRIMARY KEY,"
     " sequence INTEGER NOT NULL UNIQUE,"
     " state INTEGER NOT NULL,"          // v1::PrepJob::State, for whoever looks with sqlite3
-    " fingerprint TEXT NOT NULL,"       // layout fingerprint
-    " destination TEXT NOT NULL,"       // normalised URI
+    " fingerprint TEXT NOT NULL,"       // JobRecord::fingerprint
+    " destination TEXT NOT NULL,"       // of the first target, for whoever looks
     " lease_span_ns INTEGER NOT NULL,"  // JobRecord::lease_span
     " job BLOB NOT NULL,"               // v1::PrepJob
     " job_crc32c INTEGER NOT NULL,"
@@ -230,22 +230,21 @@ class SqliteJobStore : public JobStore {
   absl::StatusOr<std::vector<JobRecord>> LoadAll() override {
     absl::MutexLock lock(&mu_);
     Statement select(database_,
-                     "SELECT prep_job_id, sequence, fingerprint, destination, lease_span_ns, job,"
-                     " job_crc32c FROM jobs ORDER BY sequence");
+                     "SELECT prep_job_id, sequence, fingerprint, lease_span_ns, job, job_crc32c"
+                     " FROM jobs ORDER BY sequence");
     std::vector<JobRecord> records;
     int code = select.Step();
     for (; code == SQLITE_ROW; code = select.Step()) {
       const std::string id = select.Bytes(0);
-      const std::string job = select.Bytes(5);
+      const std::string job = select.Bytes(4);
       JobRecord record;
-      if (static_cast<int64_t>(CrcOf(job)) != select.Int(6) || !record.job.ParseFromString(job) ||
+      if (static_cast<int64_t>(CrcOf(job)) != select.Int(5) || !record.job.ParseFromString(job) ||
           record.job.prep_job_id() != id) {
         return Damaged(path_, absl::StrCat("the record of job \"", id, "\" is damaged"));
       }
       record.sequence = select.Int(1);
       record.fingerprint = select.Bytes(2);
-      record.destination = select.Bytes(3);
-      record.lease_span = absl::Nanoseconds(select.Int(4));
+      record.lease_span = absl::Nanoseconds(select.Int(3));
       records.push_back(std::move(record));
     }
     if (code != SQLITE_DONE) return Error(code, "select");
@@ -380,9 +379,12 @@ class SqliteJobStore : public JobStore {
 
   // All columns but the sequence, which comes last.
   static Statement& Bind(const JobRecord& record, const std::string& job, Statement& statement) {
+    const v1::PrepJobSpec& spec = record.job.spec();
+    const v1::Target& first =
+        spec.targets_size() > 0 ? spec.targets(0) : v1::Target::default_instance();
     return statement.Bind(record.job.state())
         .BindText(record.fingerprint)
-        .BindText(record.destination)
+        .BindText(first.destination_uri())
         .Bind(absl::ToInt64Nanoseconds(record.lease_span))
         .BindBytes(job)
         .Bind(CrcOf(job))

@@ -30,6 +30,20 @@ BlockShape BlockShapeOf(const FusedTensor& tensor) {
   return block;
 }
 
+std::vector<RowRange> JoinRows(std::vector<RowRange> ranges) {
+  std::sort(ranges.begin(), ranges.end(),
+            [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
+  std::vector<RowRange> joined;
+  for (const RowRange& range : ranges) {
+    if (joined.empty() || range.begin > joined.back().end) {
+      joined.push_back(range);
+    } else {
+      joined.back().end = std::max(joined.back().end, range.end);
+    }
+  }
+  return joined;
+}
+
 std::vector<RowRange> LogicalRanges(const FusedTensor& tensor, int64_t begin, int64_t end) {
   if (!AlternatesHalves(tensor)) return {{begin, end}};
   const int64_t half = tensor.job.rows / 2;
@@ -109,6 +123,27 @@ MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
                  std::min(int64_t{2} * (kSourceReaders + 2) * least_span, 2 * largest_source));
   }
   return need;
+}
+
+int64_t JointSpanBytes(const MemoryNeed& need) {
+  // What all threads work on at a time should stay in the cache that they share.
+  constexpr int64_t kFileSpanBytes = int64_t{1} << 20;
+  return std::max(kFileSpanBytes, need.preferred_read);
+}
+
+MemoryNeed JointMemoryNeed(const std::vector<MemoryNeed>& needs, int64_t largest_span) {
+  MemoryNeed joint;
+  for (const MemoryNeed& need : needs) {
+    joint.per_rank = std::max(joint.per_rank, need.per_rank);
+    joint.preferred_read = std::max(joint.preferred_read, need.preferred_read);
+  }
+  const int64_t span = (std::max(largest_span, JointSpanBytes(joint)) + kSpanAlignment - 1) /
+                       kSpanAlignment * kSpanAlignment;
+  joint.read_ahead_least = 2 * span;
+  // Two spans in use beside those that are read.
+  joint.read_ahead_most =
+      (2 + (joint.preferred_read > 0 ? kSourceReaders : kJointFileReaders)) * span;
+  return joint;
 }
 
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,

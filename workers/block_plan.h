@@ -40,6 +40,9 @@ struct RowRange {
   int64_t end = 0;
 };
 
+// In order, those that overlap or touch joined.
+std::vector<RowRange> JoinRows(std::vector<RowRange> ranges);
+
 // The logical rows that output rows [begin, end), both multiples of 32, are made of: one range, or
 // one of each half.
 std::vector<RowRange> LogicalRanges(const FusedTensor& tensor, int64_t begin, int64_t end);
@@ -86,6 +89,16 @@ struct MemoryNeed {
 
 MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
                         const ObjectStore& destination);
+
+// Ranges of a source that does not prefer large reads which are read at a time for several targets.
+inline constexpr int kJointFileReaders = 4;
+
+// What is read at a time for several targets (joint_spans.h), unless a piece cannot be cut so
+// small. `need` says what the source prefers.
+int64_t JointSpanBytes(const MemoryNeed& need);
+
+// Of ranks of several targets, whose own needs are given; `largest_span` is that of any region.
+MemoryNeed JointMemoryNeed(const std::vector<MemoryNeed>& needs, int64_t largest_span);
 
 // How a lease uses a budget.
 struct LeaseShape {

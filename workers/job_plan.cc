@@ -492,23 +492,12 @@ absl::Status CheckDenseWishes(const v1::PrepJobSpec& spec) {
   return absl::OkStatus();
 }
 
-}  // namespace
-
-absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
-  v1::PrepJobSpec normal = spec;
-  SP_ASSIGN_OR_RETURN(*normal.mutable_source_uri(),
-                      NormalizeUriField(spec.source_uri(), "source_uri"));
-  if (normal.targets_size() == 0) return absl::InvalidArgumentError("targets is empty, want one");
-  if (normal.targets_size() > 1) {
-    return absl::UnimplementedError(
-        absl::StrCat(normal.targets_size(), " targets are not supported yet, want one"));
-  }
-  v1::Target& target = *normal.mutable_targets(0);
+absl::Status NormalizeTarget(const std::string& source_uri, v1::Target& target) {
   SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
                       NormalizeUriField(target.destination_uri(), "destination_uri"));
-  if (target.destination_uri() == normal.source_uri()) {
+  if (target.destination_uri() == source_uri) {
     return absl::InvalidArgumentError(
-        absl::StrCat("destination_uri is the source itself: ", normal.source_uri()));
+        absl::StrCat("destination_uri is the source itself: ", source_uri));
   }
   if (target.destination_uri() == "/") {
     return absl::InvalidArgumentError(
@@ -522,6 +511,43 @@ absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
   SP_RETURN_IF_ERROR(NormalizeParallelLayout(*target.mutable_parallel_layout()));
   SP_RETURN_IF_ERROR(NormalizeKernelTarget(*target.mutable_kernel_target()));
   if (target.naming().empty()) target.set_naming("vllm");
+  return absl::OkStatus();
+}
+
+absl::Status NormalizeTargets(v1::PrepJobSpec& spec) {
+  const int32_t count = spec.targets_size();
+  if (count == 0) return absl::InvalidArgumentError("targets is empty, want at least one");
+  std::map<std::string, int32_t> destinations;
+  int64_t ranks = 0;
+  for (int32_t t = 0; t < count; ++t) {
+    v1::Target& target = *spec.mutable_targets(t);
+    SP_RETURN_IF_ERROR(InTarget(NormalizeTarget(spec.source_uri(), target), t, count));
+    const auto [other, added] = destinations.emplace(target.destination_uri(), t);
+    if (!added) {
+      return absl::InvalidArgumentError(absl::StrCat("targets[", other->second, "] and targets[", t,
+                                                     "] have one destination_uri, ",
+                                                     target.destination_uri()));
+    }
+    ranks += int64_t{target.parallel_layout().tensor_parallel_size()} *
+             target.parallel_layout().data_parallel_size();
+  }
+  if (ranks <= kMaxWorldSize) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("targets have ", ranks, " ranks together, want at most ", kMaxWorldSize));
+}
+
+}  // namespace
+
+absl::Status InTarget(const absl::Status& status, int32_t target, int32_t target_count) {
+  if (status.ok() || target_count == 1) return status;
+  return absl::Status(status.code(), absl::StrCat("targets[", target, "]: ", status.message()));
+}
+
+absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
+  v1::PrepJobSpec normal = spec;
+  SP_ASSIGN_OR_RETURN(*normal.mutable_source_uri(),
+                      NormalizeUriField(spec.source_uri(), "source_uri"));
+  SP_RETURN_IF_ERROR(NormalizeTargets(normal));
   if (normal.carry() == v1::CARRY_UNSPECIFIED) normal.set_carry(v1::CARRY_REPLICATED);
   if (!v1::Carry_IsValid(normal.carry())) {
     return absl::InvalidArgumentError(
@@ -537,27 +563,45 @@ absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {
   return normal;
 }
 
+absl::StatusOr<PlanSource> ReadPlanSource(const v1::PrepJobSpec& spec, const PlanOptions& options) {
+  PlanSource source;
+  // A policy that cannot be used is said before the source is read.
+  SP_ASSIGN_OR_RETURN(source.policy, PolicyOf(spec));
+  SP_ASSIGN_OR_RETURN(source.store,
+                      OpenStore(spec.source_uri(), {.create = false,
+                                                    .allowed_roots = options.allowed_source_roots,
+                                                    .s3 = options.s3}));
+  SP_ASSIGN_OR_RETURN(Checkpoint read, ReadCheckpoint(*source.store));
+  source.checkpoint = std::make_shared<const Checkpoint>(std::move(read));
+  SP_ASSIGN_OR_RETURN(MoeCheckpoint recognized, RecognizeFamily(*source.checkpoint));
+  source.moe = std::make_shared<const MoeCheckpoint>(std::move(recognized));
+  return source;
+}
+
 absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& spec,
                                                        const PlanOptions& options) {
-  SP_ASSIGN_OR_RETURN(v1::PrepJobSpec normal, NormalizeSpec(spec));
-  SP_ASSIGN_OR_RETURN(const PolicyFile table, PolicyOf(normal));
+  SP_ASSIGN_OR_RETURN(const v1::PrepJobSpec normal, NormalizeSpec(spec));
+  if (normal.targets_size() != 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("the job has ", normal.targets_size(), " targets, want one"));
+  }
+  SP_ASSIGN_OR_RETURN(const PlanSource source, ReadPlanSource(normal, options));
+  return PlanTarget(normal, source, options);
+}
+
+absl::StatusOr<std::shared_ptr<const JobPlan>> PlanTarget(const v1::PrepJobSpec& spec,
+                                                          const PlanSource& source,
+                                                          const PlanOptions& options) {
+  const PolicyFile& table = source.policy;
   const AlignmentPolicy& policy = table.policy;
-  SP_ASSIGN_OR_RETURN(const auto source,
-                      OpenStore(normal.source_uri(), {.create = false,
-                                                      .allowed_roots = options.allowed_source_roots,
-                                                      .s3 = options.s3}));
-  SP_ASSIGN_OR_RETURN(Checkpoint read, ReadCheckpoint(*source));
-  const auto checkpoint = std::make_shared<const Checkpoint>(std::move(read));
-  SP_ASSIGN_OR_RETURN(MoeCheckpoint recognized, RecognizeFamily(*checkpoint));
-  const auto moe = std::make_shared<const MoeCheckpoint>(std::move(recognized));
-  const v1::Target& target = normal.targets(0);
+  const v1::Target& target = spec.targets(0);
   SP_ASSIGN_OR_RETURN(const ResolvedKernel kernel,
-                      ResolveKernel(target.kernel_target(), *moe, policy));
+                      ResolveKernel(target.kernel_target(), *source.moe, policy));
   const v1::ParallelLayout& parallel = target.parallel_layout();
   SP_ASSIGN_OR_RETURN(const ExpertPlacement placement, ParsePlacement(parallel.expert_placement()));
   SP_ASSIGN_OR_RETURN(
       SlicePlan slices,
-      SlicePlan::Make(checkpoint, moe,
+      SlicePlan::Make(source.checkpoint, source.moe,
                       {.tensor_parallel_size = parallel.tensor_parallel_size(),
                        .data_parallel_size = parallel.data_parallel_size(),
                        .expert_parallel_size = parallel.expert_parallel_size(),
@@ -569,11 +613,11 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
                        .hidden_alignment = kernel.decision.hidden,
                        .profile = kernel.profile,
                        .naming = target.naming(),
-                       .include_mtp = normal.include_mtp(),
-                       .experts_only = normal.carry() == v1::CARRY_EXPERTS_ONLY,
-                       .self_contained = normal.self_contained(),
-                       .slice_dense = normal.slice_dense(),
-                       .part_size_bytes = normal.part_size_bytes()}));
+                       .include_mtp = spec.include_mtp(),
+                       .experts_only = spec.carry() == v1::CARRY_EXPERTS_ONLY,
+                       .self_contained = spec.self_contained(),
+                       .slice_dense = spec.slice_dense(),
+                       .part_size_bytes = spec.part_size_bytes()}));
   SP_RETURN_IF_ERROR(
       CheckWidth(kernel.decision, slices.intermediate(), slices.padded_intermediate()));
   if (!target.state_dict_json().empty()) {
@@ -582,8 +626,8 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
   SP_ASSIGN_OR_RETURN(
       const auto destination,
       OpenStore(target.destination_uri(), {.create = true, .allowed_roots = {}, .s3 = options.s3}));
-  const MemoryNeed memory = MemoryNeedOf(slices, *source, *destination);
-  auto plan = std::make_shared<JobPlan>(JobPlan{.spec = std::move(normal),
+  const MemoryNeed memory = MemoryNeedOf(slices, *source.store, *destination);
+  auto plan = std::make_shared<JobPlan>(JobPlan{.spec = spec,
                                                 .summary = {},
                                                 .fingerprint = "",
                                                 .fingerprint_inputs = "",
@@ -592,7 +636,7 @@ absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& sp
                                                 .memory = memory});
   SP_ASSIGN_OR_RETURN(plan->fingerprint_inputs, FingerprintInputs(*plan, kernel));
   plan->fingerprint = Sha256Hex(plan->fingerprint_inputs);
-  SP_ASSIGN_OR_RETURN(plan->source_token, SourceToken(*checkpoint));
+  SP_ASSIGN_OR_RETURN(plan->source_token, SourceToken(*source.checkpoint));
   SP_RETURN_IF_ERROR(Summarize(*plan, kernel, table, options));
   SP_RETURN_IF_ERROR(SummarizeSaving(*plan, kernel, policy, plan->summary));
   const auto free_bytes = destination->FreeBytes();

@@ -13,6 +13,7 @@
 #include "shardprep/v1/plan.pb.h"
 #include "shardprep/v1/target.pb.h"
 #include "workers/block_plan.h"
+#include "workers/policy_file.h"
 #include "workers/slice_plan.h"
 
 namespace shardprep {
@@ -43,16 +44,34 @@ struct PlanOptions {
   std::shared_ptr<S3Connection> s3;  // for s3:// URIs (workers/open_store.h)
 };
 
-// Reads the checkpoint's headers and plans. Writes nothing.
-// Errors: INVALID_ARGUMENT (spec or checkpoint wrong in any state), FAILED_PRECONDITION (a file is
-// missing, a profile does not go with a backend, a source that is itself prepared), NOT_FOUND (no
-// such source), UNIMPLEMENTED (several targets, fused shared experts).
+// Reads the checkpoint's headers and plans a spec with one target. Writes nothing. For several see
+// PlanTargets() (workers/target_set.h).
+// Errors: INVALID_ARGUMENT (spec or checkpoint wrong in any state, or several targets),
+// FAILED_PRECONDITION (a file is missing, a profile does not go with a backend, a source that is
+// itself prepared), NOT_FOUND (no such source), UNIMPLEMENTED (fused shared experts).
 absl::StatusOr<std::shared_ptr<const JobPlan>> PlanJob(const v1::PrepJobSpec& spec,
                                                        const PlanOptions& options);
 
+// The same in two steps, of which the first is done once for all targets of a job: what is read of
+// the source, and the plan of a normalised spec with one target.
+struct PlanSource {
+  PolicyFile policy;
+  std::unique_ptr<ObjectStore> store;
+  std::shared_ptr<const Checkpoint> checkpoint;
+  std::shared_ptr<const MoeCheckpoint> moe;
+};
+absl::StatusOr<PlanSource> ReadPlanSource(const v1::PrepJobSpec& spec, const PlanOptions& options);
+absl::StatusOr<std::shared_ptr<const JobPlan>> PlanTarget(const v1::PrepJobSpec& spec,
+                                                          const PlanSource& source,
+                                                          const PlanOptions& options);
+
 // The spec with URIs normalised and defaults that need no checkpoint filled in. Two specs mean the
-// same job exactly when these are equal. Errors: INVALID_ARGUMENT naming the field.
+// same job exactly when these are equal. Errors: INVALID_ARGUMENT naming the field, of several
+// targets with which one it is in ("targets[1]: ...").
 absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec);
+
+// Of several targets, which one an error is about; OK stays OK.
+absl::Status InTarget(const absl::Status& status, int32_t target, int32_t target_count);
 
 // What a data file says of itself in its `__metadata__`. `rank` may be kReplicatedRank.
 std::map<std::string, std::string> PartMetadata(const std::string& fingerprint, int32_t rank,

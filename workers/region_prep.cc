@@ -21,24 +21,22 @@
 #include "workers/region_prep.h"
 
 #include <algorithm>
-#include <chrono>
 #include <map>
 #include <memory>
 #include <optional>
 #include <thread>
 #include <utility>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/layout.h"
 #include "kernels/status_macros.h"
 #include "workers/artifact.h"
 #include "workers/block_plan.h"
-#include "workers/digest.h"
-#include "workers/object_names.h"
 #include "workers/parallel.h"
+#include "workers/rank_rows.h"
+#include "workers/rank_stream.h"
+#include "workers/source_files.h"
 #include "workers/source_spans.h"
 #include "workers/span_reader.h"
 
@@ -46,81 +44,6 @@ namespace shardprep {
 namespace {
 
 constexpr int64_t kReadAheadBytes = int64_t{8} << 20;
-constexpr std::array<uint8_t, 4> kMinusInfinity = {0x00, 0x00, 0x80, 0xFF};  // F32, little-endian
-
-// Adds the time until destruction to a stage.
-class StageTimer {
- public:
-  StageTimer(RegionProgress& progress, Stage stage)
-      : nanos_(progress.stage_nanos[static_cast<int>(stage)]),
-        start_(std::chrono::steady_clock::now()) {}
-  ~StageTimer() {
-    const auto elapsed = std::chrono::steady_clock::now() - start_;
-    nanos_ += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
-  }
-  StageTimer(const StageTimer&) = delete;
-  StageTimer& operator=(const StageTimer&) = delete;
-
- private:
-  std::atomic<int64_t>& nanos_;
-  std::chrono::steady_clock::time_point start_;
-};
-
-// Open source files of one region, each pinned to the version that the plan saw. Thread safe.
-class SourceFiles {
- public:
-  SourceFiles(const Checkpoint& checkpoint, ObjectStore& store)
-      : checkpoint_(checkpoint), store_(store) {}
-
-  absl::StatusOr<ObjectReader*> Get(int64_t file) {
-    File& entry = EntryOf(file);
-    // Whoever needs another file does not wait for this one to be opened.
-    absl::MutexLock lock(&entry.mu);
-    if (entry.reader == nullptr) {
-      const CheckpointFile& known = checkpoint_.files()[file];
-      SP_ASSIGN_OR_RETURN(auto opened, store_.Open(known.name));
-      if (opened->info().etag != known.etag) {
-        return absl::DataLossError(absl::StrCat(known.name,
-                                                ": changed since it was planned: version ",
-                                                opened->info().etag, ", want ", known.etag));
-      }
-      entry.reader = std::move(opened);
-    }
-    return entry.reader.get();
-  }
-
-  // Of every file that was opened.
-  absl::Status CheckUnchanged() {
-    std::vector<ObjectReader*> opened;
-    {
-      absl::MutexLock lock(&mu_);
-      for (const auto& [number, file] : files_) {
-        absl::MutexLock file_lock(&file->mu);
-        if (file->reader != nullptr) opened.push_back(file->reader.get());
-      }
-    }
-    for (ObjectReader* reader : opened) SP_RETURN_IF_ERROR(reader->CheckUnchanged());
-    return absl::OkStatus();
-  }
-
- private:
-  struct File {
-    absl::Mutex mu;
-    std::unique_ptr<ObjectReader> reader ABSL_GUARDED_BY(mu);
-  };
-
-  File& EntryOf(int64_t file) {
-    absl::MutexLock lock(&mu_);
-    std::unique_ptr<File>& entry = files_[file];
-    if (entry == nullptr) entry = std::make_unique<File>();
-    return *entry;
-  }
-
-  const Checkpoint& checkpoint_;
-  ObjectStore& store_;
-  absl::Mutex mu_;
-  std::map<int64_t, std::unique_ptr<File>> files_ ABSL_GUARDED_BY(mu_);
-};
 
 // A few buffers through which the threads of a region pass the blocks that all of them need. Every
 // thread asks for every block, in the same order, and gives it back.
@@ -184,164 +107,6 @@ class SharedBlocks {
   std::vector<Slot> slots_;  // contents guarded by mu_, bytes by the Acquire/Release protocol
 };
 
-// One rank's stream: the part being written, its digest and its record.
-class RankStream {
- public:
-  RankStream(const RegionTask& task, RegionProgress& progress, int32_t rank, int32_t position,
-             absl::Span<uint8_t> buffer)
-      : task_(task), progress_(progress), rank_(rank), position_(position), buffer_(buffer) {}
-
-  int32_t rank() const { return rank_; }
-  int32_t position() const { return position_; }  // of the rank in the set
-
-  absl::Status BeginPart(const PartPlan& part) {
-    SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(*task_.plan, part, rank_));
-    SP_ASSIGN_OR_RETURN(record_, PlannedRecord(*task_.plan, {task_.region, rank_, &part}));
-    const v1::FileRecord& file = record_.file();
-    WriteOptions options;
-    options.size_bytes = file.size_bytes();
-    options.sha256_of = [this](int64_t begin, int64_t end) { return digest_.ChunkHex(begin, end); };
-    options.buffer = buffer_;
-    SP_ASSIGN_OR_RETURN(writer_, task_.destination->Create(file.key(), options));
-    next_tensor_ = 0;
-    return Append(header);
-  }
-
-  // At least `size` writable bytes for the next output.
-  absl::StatusOr<absl::Span<uint8_t>> Reserve(int64_t size) {
-    StageTimer timer(progress_, Stage::kWrite);
-    return writer_->Reserve(size);
-  }
-
-  // The first bytes of the last reservation are output.
-  absl::Status Advance(absl::Span<const uint8_t> bytes) {
-    {
-      StageTimer timer(progress_, Stage::kDigest);
-      digest_.Update(bytes);
-    }
-    progress_.bytes_written += static_cast<int64_t>(bytes.size());
-    StageTimer timer(progress_, Stage::kWrite);
-    return writer_->Advance(static_cast<int64_t>(bytes.size()));
-  }
-
-  absl::Status AppendFill(int64_t size, uint8_t fill) {
-    while (size > 0) {
-      const int64_t piece = std::min(size, kBlockBytes);
-      SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, Reserve(piece));
-      std::fill_n(out.data(), piece, fill);
-      SP_RETURN_IF_ERROR(Advance(out.subspan(0, piece)));
-      size -= piece;
-    }
-    return absl::OkStatus();
-  }
-
-  // Source bytes of the tensor in progress, in the order of one slice of one expert.
-  void CountNative(int slice, const uint8_t* data, int64_t stride, int64_t rows,
-                   int64_t row_bytes) {
-    StageTimer timer(progress_, Stage::kDigest);
-    uint32_t& crc = slice_crc_[slice];
-    if (stride == row_bytes) {
-      crc = Crc32c(crc, absl::MakeConstSpan(data, rows * row_bytes));
-    } else {
-      for (int64_t r = 0; r < rows; ++r) {
-        crc = Crc32c(crc, absl::MakeConstSpan(data + r * stride, row_bytes));
-      }
-    }
-    slice_bytes_[slice] += rows * row_bytes;
-  }
-
-  // The native CRC runs over expert, gate/up, row, column, whatever the order of output.
-  void EndExpert() {
-    for (size_t s = 0; s < slice_crc_.size(); ++s) {
-      native_crc_ = Crc32cCombine(native_crc_, slice_crc_[s], slice_bytes_[s]);
-      native_bytes_ += slice_bytes_[s];
-      slice_crc_[s] = 0;
-      slice_bytes_[s] = 0;
-    }
-  }
-
-  void EndTensor() {
-    v1::TensorRecord& record = *record_.mutable_file()->mutable_tensors(next_tensor_++);
-    record.set_native_crc32c(absl::StrFormat("%08x", native_crc_));
-    progress_.bytes_padded += record.size_bytes() - native_bytes_;
-    native_crc_ = 0;
-    native_bytes_ = 0;
-  }
-
-  absl::Status EndPart() {
-    SP_ASSIGN_OR_RETURN(const ObjectInfo info, writer_->Commit([this] { return MayPublish(); }));
-    record_.set_etag(info.etag);
-    writer_.reset();
-    const FileDigest digest = digest_.Finish();
-    v1::FileRecord& file = *record_.mutable_file();
-    for (const Sha256Bytes& chunk : digest.chunk_sha256) file.add_chunk_sha256(HexEncode(chunk));
-    file.set_digest(digest.digest);
-    const absl::Status recorded = VerifyAndRecord();
-    if (!recorded.ok()) Withdraw();
-    return recorded;
-  }
-
- private:
-  // The fence last, since the store may take its time to answer; and a lost lease explains a
-  // manifest of another job.
-  absl::Status MayPublish() {
-    absl::Status manifest = task_.destination->Head(ObjectKey(ManifestName{})).status();
-    if (!manifest.ok() && !absl::IsNotFound(manifest)) return manifest;
-    if (task_.gate) SP_RETURN_IF_ERROR(task_.gate());
-    if (manifest.ok()) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(task_.destination->uri(), ": another job has committed an artefact here, ",
-                       record_.file().key(), " of this one is not written over it"));
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status VerifyAndRecord() {
-    if (task_.plan->spec.verify_after_write()) SP_RETURN_IF_ERROR(ReadBack(record_.file()));
-    return RecordPart(record_, *task_.destination, task_.gate);
-  }
-
-  // Takes a part away that has no record, as when the disk is full at that moment: of a job that
-  // fails only what the journal names may stay. Once the lease is over the part is another's to
-  // overwrite. Should the record have come about in spite of its error, it counts for nothing
-  // without the part.
-  void Withdraw() {
-    if (task_.gate && !task_.gate().ok()) return;
-    task_.destination->Delete(record_.file().key()).IgnoreError();
-  }
-
-  absl::Status Append(const std::string& bytes) {
-    for (size_t done = 0; done < bytes.size();) {
-      const int64_t piece = std::min<int64_t>(bytes.size() - done, kBlockBytes);
-      SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, Reserve(piece));
-      std::copy_n(bytes.data() + done, piece, out.data());
-      SP_RETURN_IF_ERROR(Advance(out.subspan(0, piece)));
-      done += piece;
-    }
-    return absl::OkStatus();
-  }
-
-  absl::Status ReadBack(const v1::FileRecord& file) {
-    const int64_t piece = std::min(static_cast<int64_t>(buffer_.size()),
-                                   std::max(kBlockBytes, task_.destination->PreferredReadBytes()));
-    return CheckFileBytes(file, *task_.destination, buffer_.subspan(0, piece));
-  }
-
-  const RegionTask& task_;
-  RegionProgress& progress_;
-  const int32_t rank_;
-  const int32_t position_;
-  const absl::Span<uint8_t> buffer_;
-  std::unique_ptr<ObjectWriter> writer_;
-  ChunkedDigest digest_;
-  v1::PartRecord record_;
-  int next_tensor_ = 0;
-  std::array<uint32_t, 2> slice_crc_{};
-  std::array<int64_t, 2> slice_bytes_{};
-  uint32_t native_crc_ = 0;
-  int64_t native_bytes_ = 0;
-};
-
 // State that the threads of one region share.
 struct RegionRun {
   const RegionTask& task;
@@ -387,15 +152,7 @@ struct RegionRun {
     const TensorInfo info = slices().checkpoint().tensors().at(tensor);
     const int64_t at = row * row_bytes, size = rows * row_bytes;
     SP_CHECK(at + size <= info.size_bytes && size <= static_cast<int64_t>(out.size()));
-    return ReadBytes(info.file, info.offset + at, out.subspan(0, size));
-  }
-
-  absl::Status ReadBytes(int64_t file, int64_t offset, absl::Span<uint8_t> out) {
-    StageTimer timer(progress, Stage::kRead);
-    SP_ASSIGN_OR_RETURN(ObjectReader * reader, files.Get(file));
-    SP_RETURN_IF_ERROR(reader->ReadAt(offset, out));
-    progress.bytes_read += static_cast<int64_t>(out.size());
-    return absl::OkStatus();
+    return files.Read(info.file, info.offset + at, out.subspan(0, size));
   }
 
   // Reads the source bytes of `part` for these ranks ahead of `consumers` threads.
@@ -406,9 +163,9 @@ struct RegionRun {
     span_plan = PlanSpans(slices(), region, part, ranks,
                           std::min(half, task.plan->memory.read_ahead_least));
     const auto read = [this](const SourceRange& range, absl::Span<uint8_t> out) {
-      return ReadBytes(range.file, range.offset, out);
+      return files.Read(range.file, range.offset, out);
     };
-    spans.emplace(span_plan, memory, consumers, kSourceReaders, read, task.stop);
+    spans.emplace(span_plan.spans, memory, consumers, kSourceReaders, read, task.stop);
   }
 
   // Hints that the first bytes of a slice come next.
@@ -425,9 +182,15 @@ struct RegionRun {
 // One thread of a region and the ranks that it owns.
 class RegionThread {
  public:
-  RegionThread(RegionRun& run, int32_t number, std::vector<std::unique_ptr<RankStream>> streams,
-               absl::Span<uint8_t> block)
-      : run_(run), number_(number), streams_(std::move(streams)), block_(block) {}
+  // The thread with this number of `threads` owns the ranks at positions number, number + threads,
+  // ... of the batch.
+  RegionThread(RegionRun& run, int32_t number, int32_t threads,
+               std::vector<std::unique_ptr<RankStream>> streams, absl::Span<uint8_t> block)
+      : run_(run),
+        number_(number),
+        threads_(threads),
+        streams_(std::move(streams)),
+        block_(block) {}
 
   // `index` counts the parts of the region.
   absl::Status Run(const PartPlan& part, size_t index) {
@@ -572,7 +335,8 @@ class RegionThread {
           views.push_back({data, stride, piece.first_row, piece.rows});
         }
       }
-      SP_RETURN_IF_ERROR(Emit(own, views, begin, end, stream));
+      SP_RETURN_IF_ERROR(
+          FuseRows(own, views, begin, end, *run_.task.shuffler, run_.progress, stream));
     }
     return absl::OkStatus();
   }
@@ -603,22 +367,11 @@ class RegionThread {
         stream.CountNative(piece.slice, data, slice.source_row_bytes, piece.rows, slice.col_bytes);
         views.push_back({data, slice.source_row_bytes, piece.first_row, piece.rows});
       }
-      status = Emit(own, views, begin, end, stream);
+      status = FuseRows(own, views, begin, end, *run_.task.shuffler, run_.progress, stream);
       if (!status.ok()) break;
     }
     run_.shared.Release(number);
     return status;
-  }
-
-  absl::Status Emit(const FusedTensor& fused, absl::Span<const RowsView> views, int64_t begin,
-                    int64_t end, RankStream& stream) {
-    const int64_t size = (end - begin) * OutputCols(fused.job);
-    SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(size));
-    {
-      StageTimer timer(run_.progress, Stage::kShuffle);
-      SP_RETURN_IF_ERROR(run_.task.shuffler->Shuffle(fused.job, views, begin, end, out.data()));
-    }
-    return stream.Advance(out.subspan(0, size));
   }
 
   // The next item if it belongs to this expert of this tensor (tensors count in the part).
@@ -635,10 +388,10 @@ class RegionThread {
     const int64_t block_rows = BlockShapeOf(fused).rows;
     while (const SpanItem* item = NextItem(tensor, expert)) {
       std::vector<RankStream*> streams;
-      for (const auto& stream : streams_) {
-        const int32_t position = stream->position();
+      for (int32_t s = 0; s < static_cast<int32_t>(streams_.size()); ++s) {
+        const int32_t position = number_ + s * threads_;
         if (position >= item->rank_begin && position < item->rank_end) {
-          streams.push_back(stream.get());
+          streams.push_back(streams_[static_cast<size_t>(s)].get());
         }
       }
       if (streams.empty()) continue;
@@ -647,34 +400,12 @@ class RegionThread {
         SP_RETURN_IF_ERROR(run_.CheckStop());
         const int64_t end = std::min(begin + block_rows, item->end);
         for (RankStream* stream : streams) {
-          SP_RETURN_IF_ERROR(SpanBlock(fused, expert, begin, end, span, *stream));
+          SP_RETURN_IF_ERROR(FuseSpanRows(run_.region, OnRank(fused, *stream), expert, begin, end,
+                                          span, *run_.task.shuffler, run_.progress, *stream));
         }
       }
     }
     return absl::OkStatus();
-  }
-
-  // Output rows [begin, end) of one rank, from a span that holds their source rows.
-  absl::Status SpanBlock(const FusedTensor& fused, int64_t expert, int64_t begin, int64_t end,
-                         const SpanBytes& span, RankStream& stream) {
-    const FusedTensor& own = OnRank(fused, stream);
-    const std::vector<Slice> slices =
-        run_.slices().SlicesOf(run_.region, own, stream.rank(), expert);
-    std::vector<RowsView> views;
-    for (const RowRange& range : LogicalRanges(fused, begin, end)) {
-      for (const SlicePiece& piece : PiecesIn(slices, range)) {
-        const Slice& slice = slices[piece.slice];
-        const TensorInfo info = run_.slices().checkpoint().tensors().at(slice.tensor);
-        const uint8_t* rows =
-            span.At(info.file, info.offset + piece.source_row * slice.source_row_bytes,
-                    piece.source_rows * slice.source_row_bytes);
-        const uint8_t* data = rows + slice.col_begin;
-        const int64_t stride = slice.row_step * slice.source_row_bytes;
-        stream.CountNative(piece.slice, data, stride, piece.rows, slice.col_bytes);
-        views.push_back({data, stride, piece.first_row, piece.rows});
-      }
-    }
-    return Emit(own, views, begin, end, stream);
   }
 
   const DenseTensor& Dense(const PartTensor& tensor) const {
@@ -690,7 +421,7 @@ class RegionThread {
       for (const auto& stream : streams_) stream->EndExpert();
     }
     for (const auto& stream : streams_) {
-      SP_RETURN_IF_ERROR(AppendTail(dense, *stream));
+      SP_RETURN_IF_ERROR(AppendDenseTail(dense, *stream));
       stream->EndTensor();
     }
     return absl::OkStatus();
@@ -710,7 +441,7 @@ class RegionThread {
       SP_ASSIGN_OR_RETURN(const uint8_t* block, run_.shared.Acquire(number, read));
       absl::Status status;
       for (const auto& stream : streams_) {
-        status.Update(TakeRows(dense, source, begin, end, block, *stream));
+        status.Update(AppendDenseRows(dense, source, begin, end, block, *stream));
       }
       run_.shared.Release(number);
       SP_RETURN_IF_ERROR(status);
@@ -726,27 +457,6 @@ class RegionThread {
     });
   }
 
-  // What a rank has of rows [begin, end) of a source, which are at `block`.
-  absl::Status TakeRows(const DenseTensor& dense, const DenseSource& source, int64_t begin,
-                        int64_t end, const uint8_t* block, RankStream& stream) {
-    const Slice slice = run_.slices().DenseSliceOf(dense, source, stream.rank());
-    const int64_t first = std::max(begin, slice.row_begin);
-    const int64_t rows = std::min(end, slice.row_begin + slice.rows) - first;
-    if (rows <= 0) return absl::OkStatus();
-    const uint8_t* data = block + (first - begin) * source.row_bytes + slice.col_begin;
-    const int64_t size = rows * slice.col_bytes;
-    stream.CountNative(0, data, source.row_bytes, rows, slice.col_bytes);
-    SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(size));
-    if (slice.whole_rows()) {
-      std::copy_n(data, size, out.data());
-    } else {
-      for (int64_t r = 0; r < rows; ++r) {
-        std::copy_n(data + r * source.row_bytes, slice.col_bytes, out.data() + r * slice.col_bytes);
-      }
-    }
-    return stream.Advance(out.subspan(0, size));
-  }
-
   absl::Status SliceFromSpans(int32_t number, const DenseTensor& dense, size_t s) {
     const DenseSource& source = dense.sources[s];
     const TensorInfo info = run_.slices().checkpoint().tensors().at(source.tensor);
@@ -759,18 +469,11 @@ class RegionThread {
         const uint8_t* block = span.At(info.file, info.offset + begin * source.row_bytes,
                                        (end - begin) * source.row_bytes);
         for (const auto& stream : streams_) {
-          SP_RETURN_IF_ERROR(TakeRows(dense, source, begin, end, block, *stream));
+          SP_RETURN_IF_ERROR(AppendDenseRows(dense, source, begin, end, block, *stream));
         }
       }
     }
     return absl::OkStatus();
-  }
-
-  static absl::Status AppendTail(const DenseTensor& dense, RankStream& stream) {
-    if (dense.tail_bytes == 0) return absl::OkStatus();
-    SP_ASSIGN_OR_RETURN(const absl::Span<uint8_t> out, stream.Reserve(dense.tail_bytes));
-    for (int64_t at = 0; at < dense.tail_bytes; ++at) out[at] = kMinusInfinity[at % 4];
-    return stream.Advance(out.subspan(0, dense.tail_bytes));
   }
 
   // A tensor that is stored once: all of its sources, one after the other.
@@ -820,7 +523,8 @@ class RegionThread {
   }
 
   RegionRun& run_;
-  const int32_t number_;  // of the thread
+  const int32_t number_;
+  const int32_t threads_;
   std::vector<std::unique_ptr<RankStream>> streams_;
   absl::Span<uint8_t> block_;
   int64_t next_shared_ = 0;
@@ -862,7 +566,7 @@ absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector
   RegionRun run{.task = task,
                 .progress = progress,
                 .region = slices.regions()[task.region],
-                .files = SourceFiles(slices.checkpoint(), *task.source),
+                .files = SourceFiles(slices.checkpoint(), *task.source, progress),
                 .batch = ranks,
                 .shared = SharedBlocks(carver.Take(need.shared_block * slots), need.shared_block,
                                        slots, fit.threads)};
@@ -871,11 +575,12 @@ absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector
   for (int32_t t = 0; t < fit.threads; ++t) {
     std::vector<std::unique_ptr<RankStream>> streams;
     for (int32_t r = t; r < rank_count; r += fit.threads) {
-      streams.push_back(
-          std::make_unique<RankStream>(task, progress, ranks[r], r, carver.Take(need.per_rank)));
+      streams.push_back(std::make_unique<RankStream>(
+          StreamPlace{task.plan, task.region, ranks[r], task.destination, &task.gate}, progress,
+          carver.Take(need.per_rank)));
     }
-    workers.push_back(
-        std::make_unique<RegionThread>(run, t, std::move(streams), carver.Take(need.per_thread)));
+    workers.push_back(std::make_unique<RegionThread>(run, t, fit.threads, std::move(streams),
+                                                     carver.Take(need.per_thread)));
   }
   const auto work = [&](int32_t t) {
     const absl::Status status = workers[t]->Run(part, index);

@@ -2,7 +2,6 @@
 // shuffles, digests and streams the parts. This is where a checkpoint byte becomes a shard byte.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -14,17 +13,9 @@
 #include "kernels/shuffle.h"
 #include "workers/job_plan.h"
 #include "workers/object_store.h"
-#include "workers/stage.h"
+#include "workers/region_progress.h"
 
 namespace shardprep {
-
-// Counters of a running region; read from any thread while it runs.
-struct RegionProgress {
-  std::atomic<int64_t> bytes_read{0};
-  std::atomic<int64_t> bytes_written{0};
-  std::atomic<int64_t> bytes_padded{0};
-  std::array<std::atomic<int64_t>, kStageCount> stage_nanos{};  // over all threads
-};
 
 struct RegionTask {
   const JobPlan* plan = nullptr;

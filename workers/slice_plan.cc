@@ -404,10 +404,20 @@ absl::Status SlicePlan::PlanDenseTensors() {
 }
 
 // Runs of tensors, in the order in which they lie in the source files, so that reads are
-// sequential; within one part large tensors come first.
+// sequential; within one part large tensors come first. Runs and order follow from the source
+// alone, not from what ranks have of it, so that they are those of every target of a job
+// (target_set.h).
 void SlicePlan::PlanDenseRegions(Region::Kind kind, std::vector<int32_t> carried) {
   const auto tensor = [&](int32_t t) -> const DenseTensor& {
     return dense_tensors_[static_cast<size_t>(t)];
+  };
+  // Of the source, or in the part where that is more.
+  const auto bytes_of = [&](int32_t t) {
+    int64_t source_bytes = 0;
+    for (const DenseSource& source : tensor(t).sources) {
+      source_bytes += source.rows * source.row_bytes;
+    }
+    return std::max(source_bytes, tensor(t).size_bytes);
   };
   const auto place = [&](int32_t t) {
     const TensorInfo info = checkpoint_->tensors().at(tensor(t).sources.front().tensor);
@@ -420,15 +430,14 @@ void SlicePlan::PlanDenseRegions(Region::Kind kind, std::vector<int32_t> carried
     int64_t bytes = 0;
     size_t end = begin;
     for (; end < carried.size(); ++end) {
-      const int64_t size = tensor(carried[end]).size_bytes;
+      const int64_t size = bytes_of(carried[end]);
       if (end > begin && bytes + size > inputs_.part_size_bytes) break;
       bytes += size;
     }
     std::vector<int32_t> run(carried.begin() + static_cast<std::ptrdiff_t>(begin),
                              carried.begin() + static_cast<std::ptrdiff_t>(end));
     std::sort(run.begin(), run.end(), [&](int32_t x, int32_t y) {
-      return std::make_pair(-tensor(x).size_bytes, place(x)) <
-             std::make_pair(-tensor(y).size_bytes, place(y));
+      return std::make_pair(-bytes_of(x), place(x)) < std::make_pair(-bytes_of(y), place(y));
     });
     Region region;
     region.kind = kind;

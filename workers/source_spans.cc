@@ -12,8 +12,9 @@ namespace {
 
 constexpr int64_t kRowMultiple = 32;  // whole blocks of every layout
 
-// Sorts ranges, joins those that overlap or touch, and gives each its place in memory.
-std::vector<SourceRange> Joined(std::vector<SourceRange> ranges) {
+}  // namespace
+
+std::vector<SourceRange> JoinRanges(std::vector<SourceRange> ranges) {
   std::sort(ranges.begin(), ranges.end(), [](const SourceRange& a, const SourceRange& b) {
     return std::tie(a.file, a.offset) < std::tie(b.file, b.offset);
   });
@@ -42,11 +43,42 @@ int64_t TotalBytes(const std::vector<SourceRange>& ranges) {
   return bytes;
 }
 
+int64_t SpanFiller::Add(const std::vector<SourceRange>& ranges) {
+  const int64_t bytes = TotalBytes(ranges);
+  if (bytes > 0 && open_bytes_ > 0 && open_bytes_ + bytes > span_bytes_ / 2) Close();
+  open_ = true;
+  open_ranges_.insert(open_ranges_.end(), ranges.begin(), ranges.end());
+  open_bytes_ += bytes;
+  return static_cast<int64_t>(spans_.size());
+}
+
+std::vector<SourceSpan> SpanFiller::Take() {
+  Close();
+  return std::move(spans_);
+}
+
+void SpanFiller::Close() {
+  if (!open_) return;
+  SourceSpan span{.ranges = JoinRanges(std::move(open_ranges_)), .size_bytes = 0};
+  span.size_bytes = TotalBytes(span.ranges);
+  spans_.push_back(std::move(span));
+  open_ = false;
+  open_ranges_.clear();
+  open_bytes_ = 0;
+}
+
+namespace {
+
 class SpanPlanner {
  public:
   SpanPlanner(const SlicePlan& plan, const Region& region, const PartPlan& part,
               const std::vector<int32_t>& ranks, int64_t span_bytes)
-      : plan_(plan), region_(region), part_(part), ranks_(ranks), span_bytes_(span_bytes) {}
+      : plan_(plan),
+        region_(region),
+        part_(part),
+        ranks_(ranks),
+        span_bytes_(span_bytes),
+        filler_(span_bytes) {}
 
   SpanPlan Plan() {
     for (int32_t t = 0; t < static_cast<int32_t>(part_.tensors.size()); ++t) {
@@ -56,7 +88,7 @@ class SpanPlanner {
         PlanDense(t);
       }
     }
-    CloseSpan();
+    result_.spans = filler_.Take();
     return std::move(result_);
   }
 
@@ -86,10 +118,10 @@ class SpanPlanner {
   // rows, because the rows of one rank lie together in the source; unless all ranks need the same
   // rows.
   void Cut(const FusedTensor& fused, const SpanItem& item) {
-    std::vector<SourceRange> ranges = RangesOf(fused, item);
+    const std::vector<SourceRange> ranges = RangesOf(fused, item);
     SpanItem first = item, second = item;
     if (TotalBytes(ranges) <= span_bytes_) {
-      Add(item, std::move(ranges));
+      Add(item, ranges);
       return;
     }
     if (item.rank_end - item.rank_begin > 1 && !BlockShapeOf(fused).shared) {
@@ -119,7 +151,7 @@ class SpanPlanner {
         }
       }
     }
-    return Joined(std::move(ranges));
+    return JoinRanges(std::move(ranges));
   }
 
   void PlanDense(int32_t tensor) {
@@ -160,38 +192,12 @@ class SpanPlanner {
       const Slice slice = plan_.DenseSliceOf(dense, source, rank);
       if (slice.rows > 0) ranges.push_back({slice.row_begin, slice.row_begin + slice.rows});
     }
-    std::sort(ranges.begin(), ranges.end(),
-              [](const RowRange& a, const RowRange& b) { return a.begin < b.begin; });
-    std::vector<RowRange> joined;
-    for (const RowRange& range : ranges) {
-      if (joined.empty() || range.begin > joined.back().end) {
-        joined.push_back(range);
-      } else {
-        joined.back().end = std::max(joined.back().end, range.end);
-      }
-    }
-    return joined;
+    return JoinRows(std::move(ranges));
   }
 
-  void Add(SpanItem item, std::vector<SourceRange> ranges) {
-    const int64_t bytes = TotalBytes(ranges);
-    if (bytes > 0 && open_bytes_ > 0 && open_bytes_ + bytes > span_bytes_ / 2) CloseSpan();
-    item.span = static_cast<int64_t>(result_.spans.size());
+  void Add(SpanItem item, const std::vector<SourceRange>& ranges) {
+    item.span = filler_.Add(ranges);
     result_.items.push_back(item);
-    open_ranges_.insert(open_ranges_.end(), ranges.begin(), ranges.end());
-    open_bytes_ += bytes;
-  }
-
-  void CloseSpan() {
-    if (result_.items.empty() ||
-        result_.items.back().span < static_cast<int64_t>(result_.spans.size())) {
-      return;
-    }
-    SourceSpan span{.ranges = Joined(std::move(open_ranges_)), .size_bytes = 0};
-    span.size_bytes = TotalBytes(span.ranges);
-    result_.spans.push_back(std::move(span));
-    open_ranges_.clear();
-    open_bytes_ = 0;
   }
 
   const SlicePlan& plan_;
@@ -199,10 +205,8 @@ class SpanPlanner {
   const PartPlan& part_;
   const std::vector<int32_t>& ranks_;
   const int64_t span_bytes_;
+  SpanFiller filler_;
   SpanPlan result_;
-  // Of the items that wait for their span to be closed.
-  std::vector<SourceRange> open_ranges_;
-  int64_t open_bytes_ = 0;
 };
 
 }  // namespace

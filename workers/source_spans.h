@@ -48,6 +48,33 @@ struct SourceSpan {
   int64_t Position(int64_t file, int64_t offset, int64_t size_bytes) const;
 };
 
+// Sorted, those that overlap or touch joined, each with its place in memory.
+std::vector<SourceRange> JoinRanges(std::vector<SourceRange> ranges);
+
+int64_t TotalBytes(const std::vector<SourceRange>& ranges);
+
+// Puts the ranges of items, in the order in which they are used, into spans.
+class SpanFiller {
+ public:
+  // Small items share a span of at most half of `span_bytes`; larger ones have one of their own,
+  // whatever their size.
+  explicit SpanFiller(int64_t span_bytes) : span_bytes_(span_bytes) {}
+
+  // The index of the item's span. An item without ranges has one, too.
+  int64_t Add(const std::vector<SourceRange>& ranges);
+
+  std::vector<SourceSpan> Take();
+
+ private:
+  void Close();
+
+  const int64_t span_bytes_;
+  std::vector<SourceSpan> spans_;
+  bool open_ = false;  // an item has been added to the span that is not in spans_ yet
+  std::vector<SourceRange> open_ranges_;
+  int64_t open_bytes_ = 0;
+};
+
 struct SpanPlan {
   // By tensor and expert; each rank meets its rows or bytes in output order. Spans rise.
   std::vector<SpanItem> items;

@@ -21,11 +21,11 @@ int64_t RoomOf(const SourceSpan& span) {
 
 }  // namespace
 
-SpanReader::SpanReader(const SpanPlan& plan, absl::Span<uint8_t> ring, int consumers, int readers,
-                       Read read, const std::atomic<bool>* stop)
-    : plan_(plan), ring_(ring), read_(std::move(read)), stop_(stop), consumers_(consumers, 0) {
+SpanReader::SpanReader(const std::vector<SourceSpan>& spans, absl::Span<uint8_t> ring,
+                       int consumers, int readers, Read read, const std::atomic<bool>* stop)
+    : spans_(spans), ring_(ring), read_(std::move(read)), stop_(stop), consumers_(consumers, 0) {
   int64_t ranges = 0;
-  for (const SourceSpan& span : plan.spans) {
+  for (const SourceSpan& span : spans) {
     SP_CHECK(RoomOf(span) <= static_cast<int64_t>(ring.size()));
     ranges += static_cast<int64_t>(span.ranges.size());
   }
@@ -44,7 +44,7 @@ SpanReader::~SpanReader() {
 
 void SpanReader::ReadRanges() {
   const auto ready = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    return !failure_.ok() || !work_.empty() || places_.size() == plan_.spans.size();
+    return !failure_.ok() || !work_.empty() || places_.size() == spans_.size();
   };
   for (;;) {
     if (stop_ != nullptr && *stop_) return;  // consumers see it for themselves
@@ -71,7 +71,7 @@ void SpanReader::ReadRanges() {
 
 absl::StatusOr<SpanBytes> SpanReader::MoveTo(int consumer, int64_t span) {
   absl::MutexLock lock(&mu_);
-  SP_CHECK(span >= 0 && span < static_cast<int64_t>(plan_.spans.size()));
+  SP_CHECK(span >= 0 && span < static_cast<int64_t>(spans_.size()));
   Advance(consumer, span);
   const auto ready = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return !failure_.ok() ||
@@ -81,13 +81,15 @@ absl::StatusOr<SpanBytes> SpanReader::MoveTo(int consumer, int64_t span) {
     if (stop_ != nullptr && *stop_) return absl::CancelledError("stopped");
   }
   if (!failure_.ok()) return failure_;
-  return SpanBytes{&plan_.spans[span], ring_.data() + places_[span].position};
+  return SpanBytes{&spans_[span], ring_.data() + places_[span].position};
 }
 
-void SpanReader::Finish(int consumer) {
+void SpanReader::Pass(int consumer, int64_t span) {
   absl::MutexLock lock(&mu_);
-  Advance(consumer, static_cast<int64_t>(plan_.spans.size()));
+  Advance(consumer, span);
 }
+
+void SpanReader::Finish(int consumer) { Pass(consumer, static_cast<int64_t>(spans_.size())); }
 
 void SpanReader::Fail(const absl::Status& status) {
   absl::MutexLock lock(&mu_);
@@ -103,9 +105,9 @@ void SpanReader::Advance(int consumer, int64_t span) {
 
 // Gives room to as many further spans as there is room for, and their ranges to the readers.
 void SpanReader::PlaceSpans() {
-  while (places_.size() < plan_.spans.size()) {
+  while (places_.size() < spans_.size()) {
     const auto next = static_cast<int64_t>(places_.size());
-    const SourceSpan& span = plan_.spans[next];
+    const SourceSpan& span = spans_[next];
     const int64_t position = FindRoom(RoomOf(span));
     if (position < 0) return;
     places_.push_back({position, static_cast<int64_t>(span.ranges.size())});
@@ -119,7 +121,7 @@ int64_t SpanReader::FindRoom(int64_t size_bytes) const {
   const auto next = static_cast<int64_t>(places_.size());
   if (oldest_ >= next) return 0;
   const int64_t begin = places_[oldest_].position;
-  const int64_t end = places_[next - 1].position + RoomOf(plan_.spans[next - 1]);
+  const int64_t end = places_[next - 1].position + RoomOf(spans_[next - 1]);
   if (end > begin) {
     if (end + size_bytes <= static_cast<int64_t>(ring_.size())) return end;
     return size_bytes <= begin ? 0 : -1;

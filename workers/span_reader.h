@@ -36,11 +36,11 @@ class SpanReader {
   // Fetches a range into memory of its size. From many threads at once.
   using Read = std::function<absl::Status(const SourceRange& range, absl::Span<uint8_t> out)>;
 
-  // Starts reading. `ring` must hold the largest span; with room for two, reading overlaps with
-  // use. At most `readers` reads are under way at a time. Every span is some consumer's. `stop` may
-  // be null; once it is set, no further read starts.
-  SpanReader(const SpanPlan& plan, absl::Span<uint8_t> ring, int consumers, int readers, Read read,
-             const std::atomic<bool>* stop);
+  // Starts reading. `spans` must outlive this. `ring` must hold the largest; with room for two,
+  // reading overlaps with use. At most `readers` reads are under way at a time. Every span is some
+  // consumer's. `stop` may be null; once it is set, no further read starts.
+  SpanReader(const std::vector<SourceSpan>& spans, absl::Span<uint8_t> ring, int consumers,
+             int readers, Read read, const std::atomic<bool>* stop);
   // Starts no further read and waits for those under way, each bounded by its store's timeouts.
   ~SpanReader();
   SpanReader(const SpanReader&) = delete;
@@ -50,6 +50,10 @@ class SpanReader {
   // never fall. The bytes stay until its next call. Errors: the first failed read's or Fail()'s;
   // CANCELLED, within a moment, once `stop` is set.
   absl::StatusOr<SpanBytes> MoveTo(int consumer, int64_t span);
+
+  // The same without waiting: the consumer will not ask for spans before `span`, and does not use
+  // the bytes that it had.
+  void Pass(int consumer, int64_t span);
 
   // A consumer needs no further span. Others wait for good without this.
   void Finish(int consumer);
@@ -73,7 +77,7 @@ class SpanReader {
   void PlaceSpans() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   int64_t FindRoom(int64_t size_bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
-  const SpanPlan& plan_;
+  const std::vector<SourceSpan>& spans_;
   const absl::Span<uint8_t> ring_;
   const Read read_;
   const std::atomic<bool>* const stop_;

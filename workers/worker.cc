@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <map>
 #include <thread>
 #include <utility>
 
@@ -12,12 +13,14 @@
 #include "kernels/status_macros.h"
 #include "workers/artifact.h"
 #include "workers/grpc_status.h"
+#include "workers/joint_prep.h"
 #include "workers/log.h"
 #include "workers/metered_store.h"
 #include "workers/object_store.h"
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
 #include "workers/region_prep.h"
+#include "workers/target_set.h"
 #include "workers/version.h"
 #include "workers/worker_metrics.h"
 
@@ -65,6 +68,36 @@ struct Worker::HeldLease {
   int64_t counted_read = 0, counted_written = 0, counted_padded = 0;
   std::array<int64_t, kStageCount> counted_nanos{};
 };
+
+// The ranks of a lease by target, in the order of the targets.
+struct Worker::LeasedRanks {
+  int32_t target = 0;
+  std::vector<int32_t> ranks;
+};
+
+absl::StatusOr<std::vector<Worker::LeasedRanks>> Worker::RanksOfLease(const v1::Lease& lease,
+                                                                      const TargetSet& targets) {
+  if (lease.region() < 0 || lease.region() >= targets.region_count()) {
+    return absl::InvalidArgumentError(absl::StrCat("lease ", lease.lease_id(), ": region ",
+                                                   lease.region(), ", want less than ",
+                                                   targets.region_count()));
+  }
+  const std::vector<int32_t> known = targets.RanksOf(lease.region());
+  std::map<int32_t, std::vector<int32_t>> by_target;
+  for (const v1::RankTask& task : lease.rank_tasks()) {
+    if (std::find(known.begin(), known.end(), task.rank()) == known.end()) {
+      const Region& region = targets.plan(0).slices.regions()[static_cast<size_t>(lease.region())];
+      return absl::InvalidArgumentError(absl::StrCat("lease ", lease.lease_id(), ": rank ",
+                                                     task.rank(), " has no part of ", region.name));
+    }
+    SP_ASSIGN_OR_RETURN(const TargetRank rank, targets.RankOf(task.rank()));
+    by_target[rank.target].push_back(rank.rank);
+  }
+  std::vector<LeasedRanks> leased;
+  leased.reserve(by_target.size());
+  for (auto& [target, ranks] : by_target) leased.push_back({target, std::move(ranks)});
+  return leased;
+}
 
 v1::WorkerBuild ThisBuild() {
   v1::WorkerBuild build;
@@ -271,42 +304,36 @@ absl::Status Worker::Prepare(HeldLease& held) {
   SP_RETURN_IF_ERROR(CheckLease(lease));
   absl::MutexLock lock(&work_mu_);
   if (held.stop) return absl::CancelledError("stopped");
-  SP_ASSIGN_OR_RETURN(const std::shared_ptr<const JobPlan> plan, PlanFor(lease));
-  if (lease.region() < 0 || lease.region() >= static_cast<int64_t>(plan->slices.regions().size())) {
-    return absl::InvalidArgumentError(absl::StrCat("lease ", lease.lease_id(), ": region ",
-                                                   lease.region(), ", want less than ",
-                                                   plan->slices.regions().size()));
-  }
-  const Region& region = plan->slices.regions()[lease.region()];
-  const std::vector<int32_t> known = plan->slices.RanksOf(region);
-  RegionTask task;
-  for (const v1::RankTask& rank_task : lease.rank_tasks()) {
-    if (std::find(known.begin(), known.end(), rank_task.rank()) == known.end()) {
-      return absl::InvalidArgumentError(absl::StrCat("lease ", lease.lease_id(), ": rank ",
-                                                     rank_task.rank(), " has no part of ",
-                                                     region.name));
-    }
-    task.ranks.push_back(rank_task.rank());
-  }
-  SP_ASSIGN_OR_RETURN(const auto source, OpenStore(plan->spec.source_uri(),
+  SP_ASSIGN_OR_RETURN(const std::shared_ptr<const TargetSet> targets, TargetsFor(lease));
+  SP_ASSIGN_OR_RETURN(const std::vector<LeasedRanks> leased, RanksOfLease(lease, *targets));
+  SP_ASSIGN_OR_RETURN(const auto source, OpenStore(targets->spec().source_uri(),
                                                    {.create = false,
                                                     .allowed_roots = options_.allowed_source_roots,
                                                     .s3 = options_.s3,
                                                     .stop = &held.stop}));
-  SP_ASSIGN_OR_RETURN(
-      const auto destination,
-      OpenStore(plan->target().destination_uri(),
-                {.create = true, .allowed_roots = {}, .s3 = options_.s3, .stop = &held.stop}));
-  MeteredStore metered_source(source.get(), metrics_),
-      metered_destination(destination.get(), metrics_);
-  task.plan = plan.get();
-  task.region = lease.region();
-  task.source = &metered_source;
-  task.destination = &metered_destination;
-  task.shuffler = shuffler_;
-  task.threads = options_.threads;
-  task.memory = MemoryFor(*plan, static_cast<int32_t>(task.ranks.size()));
-  task.gate = [this, &held]() -> absl::Status {
+  MeteredStore metered_source(source.get(), metrics_);
+  CountNeeded(lease, *targets);
+  const auto ranks = static_cast<int32_t>(lease.rank_tasks_size());
+  const bool together = targets->is_joint() && ranks > 1 &&
+                        targets->joint_memory().Total(ranks, 1) <= options_.memory_budget_bytes;
+  if (together) return PrepareTogether(held, *targets, leased, metered_source);
+  // A budget that does not suffice for several targets at a time: one after the other.
+  for (const LeasedRanks& own : leased) {
+    SP_RETURN_IF_ERROR(PrepareOne(held, *targets, own, metered_source));
+  }
+  return absl::OkStatus();
+}
+
+// Counts each source byte of the region once for all ranks that have a part of it.
+void Worker::CountNeeded(const v1::Lease& lease, const TargetSet& targets) {
+  if (metrics_ == nullptr) return;
+  const Region& region = targets.plan(0).slices.regions()[static_cast<size_t>(lease.region())];
+  const auto known = static_cast<int64_t>(targets.RanksOf(lease.region()).size());
+  metrics_->AddNeededBytes(region.source_bytes * lease.rank_tasks_size() / known);
+}
+
+CommitGate Worker::GateOf(const HeldLease& held) {
+  return [this, &held]() -> absl::Status {
     if (held.stop) return absl::CancelledError("stopped");
     if (absl::ToInt64Nanoseconds(clock_->Monotonic()) >= held.fence_nanos) {
       return absl::AbortedError(absl::StrCat("lease ", held.lease.lease_id(),
@@ -314,50 +341,101 @@ absl::Status Worker::Prepare(HeldLease& held) {
     }
     return absl::OkStatus();
   };
+}
+
+void Worker::RankDone(HeldLease& held, int32_t number) {
+  absl::MutexLock guard(&mu_);
+  held.completed.push_back(number);
+  if (metrics_ != nullptr) metrics_->RankCompleted(clock_->Wall());
+}
+
+absl::Status Worker::PrepareOne(HeldLease& held, const TargetSet& targets, const LeasedRanks& own,
+                                ObjectStore& source) {
+  const JobPlan& plan = targets.plan(own.target);
+  SP_ASSIGN_OR_RETURN(const auto destination, OpenDestination(held, plan));
+  MeteredStore metered_destination(destination.get(), metrics_);
+  RegionTask task;
+  task.plan = &plan;
+  task.region = held.lease.region();
+  task.ranks = own.ranks;
+  task.source = &source;
+  task.destination = &metered_destination;
+  task.shuffler = shuffler_;
+  task.threads = options_.threads;
+  task.memory = MemoryFor(plan.memory, static_cast<int32_t>(task.ranks.size()));
+  task.gate = GateOf(held);
   task.stop = &held.stop;
-  task.rank_done = [this, &held](int32_t rank) {
-    absl::MutexLock guard(&mu_);
-    held.completed.push_back(rank);
-    if (metrics_ != nullptr) metrics_->RankCompleted(clock_->Wall());
+  task.rank_done = [this, &held, &targets, &own](int32_t rank) {
+    RankDone(held, targets.NumberOf({own.target, rank}));
   };
-  if (metrics_ != nullptr) {
-    metrics_->AddNeededBytes(region.source_bytes * static_cast<int64_t>(task.ranks.size()) /
-                             static_cast<int64_t>(known.size()));
-  }
   return PrepareRegion(task, held.progress);
 }
 
-// A plan is made once for all leases of a job whose source has not changed meanwhile.
-absl::StatusOr<std::shared_ptr<const JobPlan>> Worker::PlanFor(const v1::Lease& lease) {
-  if (plan_ != nullptr && plan_->fingerprint == lease.layout_fingerprint() &&
-      plan_->source_token == lease.source_token() &&
-      plan_->spec.SerializeAsString() == lease.spec().SerializeAsString()) {
-    return plan_;
+absl::Status Worker::PrepareTogether(HeldLease& held, const TargetSet& targets,
+                                     const std::vector<LeasedRanks>& leased, ObjectStore& source) {
+  JointTask task;
+  std::vector<std::unique_ptr<ObjectStore>> destinations;
+  std::list<MeteredStore> metered;
+  int32_t ranks = 0;
+  for (const LeasedRanks& own : leased) {
+    const JobPlan& plan = targets.plan(own.target);
+    SP_ASSIGN_OR_RETURN(auto destination, OpenDestination(held, plan));
+    destinations.push_back(std::move(destination));
+    metered.emplace_back(destinations.back().get(), metrics_);
+    task.targets.push_back({&plan, &metered.back(), own.ranks,
+                            [this, &held, &targets, target = own.target](int32_t rank) {
+                              RankDone(held, targets.NumberOf({target, rank}));
+                            }});
+    ranks += static_cast<int32_t>(own.ranks.size());
   }
-  plan_.reset();
-  SP_ASSIGN_OR_RETURN(plan_,
-                      PlanJob(lease.spec(), {.memory_budget_bytes = options_.memory_budget_bytes,
-                                             .thread_count = options_.threads,
-                                             .allowed_source_roots = options_.allowed_source_roots,
-                                             .s3 = options_.s3}));
-  if (plan_->source_token != lease.source_token()) {
+  task.region = held.lease.region();
+  task.source = &source;
+  task.shuffler = shuffler_;
+  task.threads = options_.threads;
+  task.need = &targets.joint_memory();
+  task.memory = MemoryFor(targets.joint_memory(), ranks);
+  task.gate = GateOf(held);
+  task.stop = &held.stop;
+  return PrepareJointly(task, held.progress);
+}
+
+absl::StatusOr<std::unique_ptr<ObjectStore>> Worker::OpenDestination(const HeldLease& held,
+                                                                     const JobPlan& plan) const {
+  return OpenStore(plan.target().destination_uri(),
+                   {.create = true, .allowed_roots = {}, .s3 = options_.s3, .stop = &held.stop});
+}
+
+// The targets are planned once for all leases of a job whose source has not changed meanwhile.
+absl::StatusOr<std::shared_ptr<const TargetSet>> Worker::TargetsFor(const v1::Lease& lease) {
+  if (targets_ != nullptr && targets_->fingerprint() == lease.layout_fingerprint() &&
+      targets_->source_token() == lease.source_token() &&
+      targets_->spec().SerializeAsString() == lease.spec().SerializeAsString()) {
+    return targets_;
+  }
+  targets_.reset();
+  SP_ASSIGN_OR_RETURN(
+      targets_, PlanTargets(lease.spec(), {.memory_budget_bytes = options_.memory_budget_bytes,
+                                           .thread_count = options_.threads,
+                                           .allowed_source_roots = options_.allowed_source_roots,
+                                           .s3 = options_.s3}));
+  if (targets_->source_token() != lease.source_token()) {
     return absl::FailedPreconditionError(absl::StrCat(
-        plan_->spec.source_uri(), ": changed since the job was planned: its files are ",
-        plan_->source_token, ", want ", lease.source_token()));
+        targets_->spec().source_uri(), ": changed since the job was planned: its files are ",
+        targets_->source_token(), ", want ", lease.source_token()));
   }
-  if (plan_->fingerprint != lease.layout_fingerprint()) {
+  if (targets_->fingerprint() != lease.layout_fingerprint()) {
     return absl::FailedPreconditionError(
-        absl::StrCat("this worker plans layout ", plan_->fingerprint, " from the job's spec, but ",
-                     lease.layout_fingerprint(), " was leased"));
+        absl::StrCat("this worker plans layout ", targets_->fingerprint(),
+                     " from the job's spec, but ", lease.layout_fingerprint(), " was leased"));
   }
-  return plan_;
+  return targets_;
 }
 
 // Grows to what the largest lease needed and is kept, because the first touch of fresh memory costs
 // more than copying it.
-absl::Span<uint8_t> Worker::MemoryFor(const JobPlan& plan, int32_t ranks) {
-  const int64_t want = std::min(options_.memory_budget_bytes,
-                                plan.memory.Most(ranks, std::min(ranks, options_.threads)));
+absl::Span<uint8_t> Worker::MemoryFor(const MemoryNeed& need, int32_t ranks) {
+  const int64_t want =
+      std::min(options_.memory_budget_bytes, need.Most(ranks, std::min(ranks, options_.threads)));
   if (memory_bytes_ < want) {
     memory_.reset();
     const size_t size = (static_cast<size_t>(want) + kPageBytes - 1) / kPageBytes * kPageBytes;

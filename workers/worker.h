@@ -20,11 +20,13 @@
 #include "shardprep/v1/worker.pb.h"
 #include "workers/clock.h"
 #include "workers/job_plan.h"
+#include "workers/object_store.h"
 
 namespace shardprep {
 
 class S3Connection;
 class Shuffler;
+class TargetSet;
 class WorkerMetrics;
 
 // No publish step starts in the last of a lease, and the controller waits as long after its end.
@@ -77,15 +79,28 @@ class Worker {
 
  private:
   struct HeldLease;
+  struct LeasedRanks;
   v1::SynchronizeRequest BuildRequest();
   void Apply(const v1::SynchronizeRequest& request, const v1::SynchronizeResponse& response,
              absl::Duration sent);
   void Start(const v1::Lease& lease, absl::Duration sent);
   void WorkOn(HeldLease& held);
   absl::Status Prepare(HeldLease& held);
-  absl::StatusOr<std::shared_ptr<const JobPlan>> PlanFor(const v1::Lease& lease)
+  absl::Status PrepareOne(HeldLease& held, const TargetSet& targets, const LeasedRanks& own,
+                          ObjectStore& source) ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
+  absl::Status PrepareTogether(HeldLease& held, const TargetSet& targets,
+                               const std::vector<LeasedRanks>& leased, ObjectStore& source)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
-  absl::Span<uint8_t> MemoryFor(const JobPlan& plan, int32_t ranks)
+  static absl::StatusOr<std::vector<LeasedRanks>> RanksOfLease(const v1::Lease& lease,
+                                                               const TargetSet& targets);
+  absl::StatusOr<std::unique_ptr<ObjectStore>> OpenDestination(const HeldLease& held,
+                                                               const JobPlan& plan) const;
+  CommitGate GateOf(const HeldLease& held);
+  void RankDone(HeldLease& held, int32_t number);
+  void CountNeeded(const v1::Lease& lease, const TargetSet& targets);
+  absl::StatusOr<std::shared_ptr<const TargetSet>> TargetsFor(const v1::Lease& lease)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
+  absl::Span<uint8_t> MemoryFor(const MemoryNeed& need, int32_t ranks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
   void CountMetrics(HeldLease& held);
   void WaitForNextTurn(absl::Duration at_most);
@@ -103,9 +118,10 @@ class Worker {
   absl::Duration next_delay_ ABSL_GUARDED_BY(mu_) = absl::ZeroDuration();
   absl::Duration last_turn_ ABSL_GUARDED_BY(mu_);
 
-  // Leases are worked on one at a time, so one buffer and one cached plan serve all of them.
+  // Leases are worked on one at a time, so one buffer and one cached set of plans serve all of
+  // them.
   absl::Mutex work_mu_;
-  std::shared_ptr<const JobPlan> plan_ ABSL_GUARDED_BY(work_mu_);
+  std::shared_ptr<const TargetSet> targets_ ABSL_GUARDED_BY(work_mu_);
   std::unique_ptr<uint8_t, void (*)(uint8_t*)> memory_ ABSL_GUARDED_BY(work_mu_);
   int64_t memory_bytes_ ABSL_GUARDED_BY(work_mu_) = 0;
 };

@@ -9,7 +9,9 @@
 //
 //  - of one destination, no rank task has two writers, whatever jobs they belong to;
 //  - while a job's start, commit or removal is under way, or once the job is over, nobody writes
-//    for it, and at most one job at a time has a destination;
+//    for it, and at most one job at a time has a destination; a job of several targets has all of
+//    its destinations at the same time;
+//  - no job starts while an older one that shares a destination with it is unfinished;
 //  - a cancelled or draining queue grants nothing; a task is granted at most the bound of times;
 //  - states only move forward, and a final state stays what it is, while the controller lives;
 //  - a job succeeds, and is committed, only when every rank task was written.
@@ -44,7 +46,9 @@ constexpr int kMaxAttempts = 3;
 constexpr int kMaxUnfinished = 5;
 constexpr int kMaxFinished = 3;
 constexpr int kJobNames = 8;
-constexpr int kDestinations = 3;
+constexpr int kDestinations = 4;
+// Most jobs have one target.
+constexpr int kTargetCounts[] = {1, 1, 2, 3};
 constexpr int kWorkerNames = 3;
 constexpr int kMaxOperations = 600;
 constexpr int kCalmRounds = 300;
@@ -53,19 +57,35 @@ constexpr double kClockRates[] = {1.0, 0.75, 1.25};
 
 struct ModelJob {
   int64_t serial = 0;  // names are given again once their job was evicted
-  std::string destination;
+  std::vector<JobPlace> places;
   std::string fingerprint;
+  int32_t ranks_per_target = 0;
   State state = v1::PrepJob::STATE_PENDING;
   bool cancelled = false;
   bool must_fail = false;  // a task failed for good while nobody had cancelled
-  bool has_destination = false;
-  bool is_complete = false;  // its start found the very artefact
+  bool has_destinations = false;
+  bool is_complete = false;  // its start found the very artefacts
   std::optional<JobStep::Kind> step;
   std::set<Task> planned;
   std::set<Task> written;   // parts that lie at the destination, with their records
   std::set<Task> reported;  // of them, those that this controller was told of
   std::map<Task, int> grants;
   std::map<Task, int> given_back;  // by draining workers: these do not count
+
+  // Where the rank of that number is written, and its own number there.
+  std::pair<std::string, int32_t> PlaceOf(int32_t number) const {
+    const int32_t target = number < 0 ? -1 - number : number / ranks_per_target;
+    const int32_t rank = number < 0 ? -1 : number % ranks_per_target;
+    return {places[static_cast<size_t>(target)].destination, rank};
+  }
+
+  bool SharesAPlaceWith(const ModelJob& other) const {
+    return std::any_of(places.begin(), places.end(), [&other](const JobPlace& ours) {
+      return std::any_of(other.places.begin(), other.places.end(), [&ours](const JobPlace& theirs) {
+        return ours.destination == theirs.destination;
+      });
+    });
+  }
 };
 
 struct Granted {
@@ -179,13 +199,28 @@ class World {
     }
   }
 
+  // Some of the destinations, each once.
+  std::vector<JobPlace> SomePlaces() {
+    std::vector<int> left;
+    for (int i = 0; i < kDestinations; ++i) left.push_back(i);
+    const int count = kTargetCounts[choices_.Below(4)];
+    std::vector<JobPlace> places;
+    for (int t = 0; t < count; ++t) {
+      const auto at = left.begin() + choices_.Below(static_cast<int>(left.size()));
+      const std::string fingerprint = choices_.OneIn(4) ? "other" : "print";
+      places.push_back({absl::StrCat("/out/", *at), fingerprint});
+      left.erase(at);
+    }
+    return places;
+  }
+
   void Add() {
     const std::string id = absl::StrCat("job-", choices_.Below(kJobNames));
-    const std::string destination = absl::StrCat("/out/", choices_.Below(kDestinations));
+    const std::vector<JobPlace> places = SomePlaces();
     NewJob job;
     job.job.set_prep_job_id(id);
-    job.destination = destination;
-    job.fingerprint = choices_.OneIn(4) ? "other" : "print";
+    job.places = places;
+    for (const JobPlace& place : places) absl::StrAppend(&job.fingerprint, place.fingerprint, ";");
     if (choices_.OneIn(6)) job.job.mutable_timeout()->set_seconds(100);
     const absl::StatusCode want = WantOfAdd(id, job);
     FUZZ_REQUIRE(queue_->CheckJob(job).code() == want, queue_->CheckJob(job).ToString());
@@ -195,7 +230,7 @@ class World {
     if (!added.ok()) return;
     ModelJob model;
     model.serial = ++last_serial_;
-    model.destination = destination;
+    model.places = places;
     model.fingerprint = fingerprint;
     jobs_[id] = model;
     Write(id);
@@ -215,8 +250,12 @@ class World {
     for (const auto& [name, other] : jobs_) {
       if (IsTerminal(other.state)) continue;
       ++unfinished;
-      clashes =
-          clashes || (other.destination == job.destination && other.fingerprint != job.fingerprint);
+      for (const JobPlace& ours : job.places) {
+        for (const JobPlace& theirs : other.places) {
+          clashes = clashes || (ours.destination == theirs.destination &&
+                                ours.fingerprint != theirs.fingerprint);
+        }
+      }
     }
     if (unfinished >= kMaxUnfinished) return absl::StatusCode::kResourceExhausted;
     return clashes ? absl::StatusCode::kFailedPrecondition : absl::StatusCode::kOk;
@@ -244,14 +283,23 @@ class World {
     ModelJob& job = jobs_.at(step->job_id);
     FUZZ_REQUIRE(!IsTerminal(job.state) && !job.step.has_value(), step->job_id);
     job.step = step->kind;
-    job.has_destination = true;
+    job.has_destinations = true;
     if (step->kind == JobStep::Kind::kStart) {
       FUZZ_REQUIRE(!queue_->draining() && !job.cancelled, step->job_id);
+      RequireTurn(step->job_id, job);
     }
     if (step->kind == JobStep::Kind::kCommit) RequireAllDone(step->job_id, job);
     if (step->kind == JobStep::Kind::kRemove) FUZZ_REQUIRE(job.cancelled, step->job_id);
     if (step->kind == JobStep::Kind::kTidy) {
       FUZZ_REQUIRE(!job.cancelled && queue_->Get(step->job_id)->job.has_error(), step->job_id);
+    }
+  }
+
+  void RequireTurn(const std::string& id, const ModelJob& job) const {
+    const int64_t sequence = queue_->Get(id)->sequence;
+    for (const auto& [other_id, other] : jobs_) {
+      if (IsTerminal(other.state) || !other.SharesAPlaceWith(job)) continue;
+      FUZZ_REQUIRE(queue_->Get(other_id)->sequence >= sequence, absl::StrCat(id, ", ", other_id));
     }
   }
 
@@ -275,7 +323,7 @@ class World {
     switch (kind) {
       case JobStep::Kind::kStart:
         if (!status.ok()) {
-          job.has_destination = false;  // tried again, or failed
+          job.has_destinations = false;  // tried again, or failed
           queue_->StartFinished(id, status);
         } else {
           FinishStart(id, job);
@@ -283,7 +331,7 @@ class World {
         break;
       case JobStep::Kind::kCommit:
         if (status.ok()) {
-          queue_->CommitFinished(id, v1::ManifestReference());
+          queue_->CommitFinished(id, Manifests(job));
         } else {
           queue_->CommitFinished(id, status);
         }
@@ -295,10 +343,16 @@ class World {
     }
   }
 
+  static std::vector<v1::ManifestReference> Manifests(const ModelJob& job) {
+    std::vector<v1::ManifestReference> manifests(job.places.size());
+    for (size_t t = 0; t < manifests.size(); ++t) manifests[t].set_uri(job.places[t].destination);
+    return manifests;
+  }
+
   // As the controller does it: that leases may be open is recorded before the first one is given.
   void FinishStart(const std::string& id, ModelJob& job) {
     if (choices_.OneIn(10)) {
-      job.has_destination = false;
+      job.has_destinations = false;
       queue_->StartPostponed(id);
       return;
     }
@@ -314,9 +368,13 @@ class World {
   void MakePlan(ModelJob& job) {
     if (choices_.OneIn(16)) job.is_complete = true;
     const int regions = choices_.Below(4);
-    const int ranks = 1 + choices_.Below(4);
+    job.ranks_per_target = 1 + choices_.Below(4);
+    const auto targets = static_cast<int32_t>(job.places.size());
     for (int32_t region = 0; region < regions; ++region) {
-      for (int32_t rank = 0; rank < ranks; ++rank) {
+      const bool is_replicated = choices_.OneIn(4);
+      const int32_t begin = is_replicated ? -targets : 0;
+      const int32_t end = is_replicated ? 0 : targets * job.ranks_per_target;
+      for (int32_t rank = begin; rank < end; ++rank) {
         job.planned.insert({region, rank});
         if (choices_.OneIn(6)) job.written.insert({region, rank});
       }
@@ -332,7 +390,7 @@ class World {
       if (budget < 10) return absl::InvalidArgumentError("below the minimum");
       return static_cast<int32_t>(budget / 10);
     };
-    if (job.is_complete) started.complete = v1::ManifestReference();
+    if (job.is_complete) started.complete = Manifests(job);
     for (const auto& [region, rank] : job.planned) {
       started.regions.resize(static_cast<size_t>(region) + 1);
       RegionTasks& tasks = started.regions.back();
@@ -549,7 +607,7 @@ class World {
       ModelJob& job = jobs_.at(id);
       NewJob restored;
       restored.job = record.job;
-      restored.destination = job.destination;
+      restored.places = job.places;
       restored.fingerprint = job.fingerprint;
       restored.sequence = record.sequence;
       restored.lease_span = record.lease_span;
@@ -558,7 +616,7 @@ class World {
       job.state = IsTerminal(record.job.state()) ? record.job.state() : v1::PrepJob::STATE_PENDING;
       job.cancelled = record.job.cancel_requested();
       job.must_fail = false;  // unless it was recorded, which the job's error shows
-      job.has_destination = false;
+      job.has_destinations = false;
       job.step.reset();
       job.reported.clear();
       job.grants.clear();
@@ -580,10 +638,12 @@ class World {
   void CheckOwners() const {
     std::map<std::string, int> owners;
     for (const auto& [id, job] : jobs_) {
-      if (!job.has_destination || IsTerminal(job.state)) continue;
+      if (!job.has_destinations || IsTerminal(job.state)) continue;
       const bool has_ended = job.cancelled || queue_->Get(id)->job.has_error();
       if (has_ended && !job.step.has_value() && !HasWriter(job)) continue;
-      FUZZ_REQUIRE(++owners[job.destination] == 1, id);
+      for (const JobPlace& place : job.places) {
+        FUZZ_REQUIRE(++owners[place.destination] == 1, absl::StrCat(id, " ", place.destination));
+      }
     }
   }
 
@@ -642,6 +702,7 @@ class World {
       case v1::PrepJob::STATE_SUCCEEDED:
         FUZZ_REQUIRE(!job.must_fail, id);
         RequireAllDone(id, job);
+        RequireManifests(id, job, proto);
         break;
       case v1::PrepJob::STATE_FAILED:
         FUZZ_REQUIRE(!job.cancelled && proto.error().code() != 0, id);
@@ -649,6 +710,15 @@ class World {
         break;
       default:
         FUZZ_REQUIRE(job.cancelled, id);
+    }
+  }
+
+  static void RequireManifests(const std::string& id, const ModelJob& job,
+                               const v1::PrepJob& proto) {
+    FUZZ_REQUIRE(proto.other_manifests_size() + 1 == static_cast<int>(job.places.size()), id);
+    FUZZ_REQUIRE(proto.manifest().uri() == job.places[0].destination, id);
+    for (int t = 1; t < static_cast<int>(job.places.size()); ++t) {
+      FUZZ_REQUIRE(proto.other_manifests(t - 1).uri() == job.places[t].destination, id);
     }
   }
 
@@ -683,7 +753,7 @@ class World {
   }
 
   void CheckWriters() {
-    std::map<std::string, std::set<Task>> written;  // by destination
+    std::map<std::string, std::set<Task>> written;  // by destination, with its own ranks
     for (const ModelWorker& worker : workers_) {
       for (const auto& [id, holding] : worker.held) {
         if (!MayWrite(holding)) continue;
@@ -691,15 +761,17 @@ class World {
         FUZZ_REQUIRE(job != nullptr, id);
         for (const v1::RankTask& task : holding.lease.rank_tasks()) {
           if (holding.completed.contains(task.rank())) continue;
-          const Task key{holding.lease.region(), task.rank()};
-          FUZZ_REQUIRE(written[job->destination].insert(key).second,
+          const auto [destination, rank] = job->PlaceOf(task.rank());
+          FUZZ_REQUIRE(written[destination].insert({holding.lease.region(), rank}).second,
                        absl::StrCat(id, " rank ", task.rank()));
         }
       }
     }
     for (const auto& [id, job] : jobs_) {
       if (!job.step.has_value()) continue;
-      FUZZ_REQUIRE(written[job.destination].empty(), id);
+      for (const JobPlace& place : job.places) {
+        FUZZ_REQUIRE(written[place.destination].empty(), id);
+      }
     }
   }
 

@@ -134,6 +134,36 @@ TEST(FlagSet, ASingleDashIsAnArgument) {
   EXPECT_EQ(example.uri, "-");
 }
 
+// A flag that stands for two others, one of them required.
+struct Alternatives {
+  Alternatives() : flags({.command = "tool", .summary = "Runs.", .example = ""}) {
+    flags.String("file", "FILE", "All at once.", &file);
+    flags.String("place", "DIR", "Where.", &place, FlagSet::Presence::kRequired);
+    flags.Bool("deep", "How.", &deep);
+    flags.Bool("other", "Else.", &other);
+    flags.Instead("file", {"place", "deep"});
+  }
+
+  FlagSet flags;
+  std::string file;
+  std::string place;
+  bool deep = false;
+  bool other = false;
+};
+
+TEST(FlagSet, AFlagStandsForOthersAndNotBesideThem) {
+  EXPECT_TRUE(Alternatives().flags.Parse({"--file=f", "--other"}).ok());
+  EXPECT_TRUE(Alternatives().flags.Parse({"--place=p", "--deep", "--other"}).ok());
+  const absl::Status missing = Alternatives().flags.Parse({"--deep"});
+  EXPECT_EQ(std::string(missing.message()), "--place DIR is missing");
+  const absl::Status beside =
+      Alternatives().flags.Parse({"--deep=false", "--file=f", "--other", "--place=p"});
+  EXPECT_EQ(beside.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(std::string(beside.message()),
+            "--file is given, and beside it --place, --deep, which it stands for");
+  EXPECT_THAT(Alternatives().flags.Help(), HasSubstr("Where. Required without --file."));
+}
+
 TEST(FlagSet, HelpWinsOverWhatIsMissing) {
   for (const char* word : {"--help", "-h"}) {
     Example example;

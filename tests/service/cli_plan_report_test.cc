@@ -149,6 +149,83 @@ TEST(PlanReport, WarnsOfTooLittleSpaceAndOfReadingTwice) {
   EXPECT_THAT(report, HasSubstr("warning: something else"));
 }
 
+// ProPlan() with a second target.
+v1::PlanSummary PlanOfTwo() {
+  v1::PlanSummary plan = ProPlan();
+  v1::PlanSummary& other = *plan.add_other_targets();
+  other = ProPlan();
+  other.set_layout_fingerprint(std::string(64, 'e'));
+  other.mutable_kernel_target()->set_profile("aiter-interleaved");
+  other.set_rank_count(4);
+  v1::JointPlan& joint = *plan.mutable_joint();
+  joint.set_needed_bytes(110 * kGiB);
+  joint.set_read_bytes(110 * kGiB);
+  joint.set_read_amplification(1);
+  joint.set_output_bytes(180 * kGiB);
+  joint.set_ranks_per_lease(12);
+  return plan;
+}
+
+v1::PrepJobSpec SpecOfTwo() {
+  v1::PrepJobSpec spec = Spec();
+  *spec.add_targets() = spec.targets(0);
+  spec.mutable_targets(1)->set_destination_uri("/data/interleaved");
+  spec.mutable_targets(1)->mutable_parallel_layout()->set_data_parallel_size(1);
+  return spec;
+}
+
+TEST(PlanReport, SeveralTargetsHaveASectionEachAndOneTogether) {
+  const std::string report = PlanReport(SpecOfTwo(), PlanOfTwo());
+  const size_t first = report.find("targets[0]\n");
+  const size_t second = report.find("targets[1]\n");
+  const size_t together = report.find("all targets together\n");
+  ASSERT_LT(first, second);
+  ASSERT_LT(second, together);
+  ASSERT_NE(together, std::string::npos);
+  const std::string of_first = report.substr(first, second - first);
+  EXPECT_THAT(of_first, HasSubstr("/data/prepared\n"));
+  EXPECT_THAT(of_first, HasSubstr("tensor parallel 4 x data parallel 2, 8 ranks"));
+  EXPECT_THAT(of_first, HasSubstr(std::string(64, 'f')));
+  const std::string of_second = report.substr(second, together - second);
+  EXPECT_THAT(of_second, HasSubstr("/data/interleaved\n"));
+  EXPECT_THAT(of_second, HasSubstr("tensor parallel 4 x data parallel 1, 4 ranks"));
+  EXPECT_THAT(of_second, HasSubstr("aiter-interleaved"));
+  EXPECT_THAT(of_second, HasSubstr(std::string(64, 'e')));
+  const std::string joint = report.substr(together);
+  EXPECT_THAT(joint, HasSubstr("110.000 GiB"));
+  EXPECT_THAT(joint, HasSubstr("180.000 GiB"));
+  EXPECT_THAT(joint, HasSubstr("12 of 12\n"));
+  EXPECT_THAT(joint, Not(HasSubstr("warning")));
+}
+
+TEST(PlanReport, WhatAllTargetsLeaveBehindIsListedOnce) {
+  v1::PlanSummary plan = PlanOfTwo();
+  plan.set_not_carried_count(5);
+  plan.mutable_other_targets(0)->set_not_carried_count(5);
+  EXPECT_THAT(PlanReport(SpecOfTwo(), plan), Not(HasSubstr("targets[1]: not carried")));
+  plan.mutable_other_targets(0)->set_not_carried_count(6);
+  const std::string report = PlanReport(SpecOfTwo(), plan);
+  EXPECT_THAT(report, HasSubstr("\nnot carried: 5 tensors"));
+  EXPECT_THAT(report, HasSubstr("\ntargets[1]: not carried: 6 tensors"));
+}
+
+TEST(PlanReport, WarningsOfSeveralTargetsAreOfTheReadsTogetherAndOfEachPlace) {
+  v1::PlanSummary plan = PlanOfTwo();
+  v1::PlanSummary& other = *plan.mutable_other_targets(0);
+  // Each alone would read twice; together they do not.
+  plan.set_read_bytes(plan.needed_bytes() + 1);
+  other.set_read_bytes(other.needed_bytes() + 1);
+  EXPECT_THAT(PlanReport(SpecOfTwo(), plan), Not(HasSubstr("warning")));
+  other.set_destination_free_bytes(90 * kGiB - 5);
+  other.add_warnings("something else");
+  plan.mutable_joint()->set_read_bytes(111 * kGiB);
+  plan.mutable_joint()->set_ranks_per_lease(7);
+  const std::string report = PlanReport(SpecOfTwo(), plan);
+  EXPECT_THAT(report, HasSubstr("warning: the destination of targets[1] has 5 B too little space"));
+  EXPECT_THAT(report, HasSubstr("a lease covers 7 of 12 ranks"));
+  EXPECT_THAT(report, HasSubstr("warning: targets[1]: something else"));
+}
+
 TEST(PlanReport, UnknownSpaceIsNotShownAsNone) {
   v1::PlanSummary plan = ProPlan();
   plan.set_destination_free_bytes(-1);

@@ -97,6 +97,19 @@ class ControllerFixture : public testing::Test {
     return spec;
   }
 
+  // Targets of tensor parallel size 1, 2, ..., one for each destination.
+  static v1::PrepJobSpec SpecOfSeveral(const std::string& source,
+                                       const std::vector<std::string>& destinations) {
+    v1::PrepJobSpec spec;
+    spec.set_source_uri(source);
+    for (const std::string& destination : destinations) {
+      v1::Target& target = *spec.add_targets();
+      target.set_destination_uri(destination);
+      target.mutable_parallel_layout()->set_tensor_parallel_size(spec.targets_size());
+    }
+    return spec;
+  }
+
   absl::StatusOr<v1::PrepJob> Create(const std::string& id, const v1::PrepJobSpec& spec) {
     v1::CreatePrepJobRequest request;
     request.set_prep_job_id(id);

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 #include <prometheus/text_serializer.h>
 
+#include <tuple>
+
 #include "tests/service/controller_fixture.h"
 #include "workers/grpc_status.h"
 
@@ -26,7 +28,7 @@ TEST_F(ControllerTest, JobRunsFromCreateToItsManifest) {
   EXPECT_EQ(job->plan().rank_count(), 2);
   EXPECT_EQ(job->progress().rank_tasks_total(), 4);
   WorkUntilDone("w", "a");
-  const absl::StatusOr<v1::ManifestReference> manifest = controller_->GetManifest("a");
+  const absl::StatusOr<v1::ManifestReference> manifest = controller_->GetManifest("a", 0);
   ASSERT_TRUE(manifest.ok());
   EXPECT_EQ(manifest->uri(), "/out/a/manifest.json");
   EXPECT_TRUE(backend_.HasArtefact("/out/a"));
@@ -178,6 +180,103 @@ TEST_F(ControllerTest, CallerThatLeftCreatesNothing) {
   EXPECT_THAT(controller_->List({})->prep_jobs(), IsEmpty());
 }
 
+// Several targets ---------------------------------------------------------------------------------
+
+TEST_F(ControllerTest, EachTargetHasAManifest) {
+  const v1::PrepJobSpec spec = SpecOfSeveral("/models/a", {"/out/x", "/out/y"});
+  ASSERT_TRUE(Create("a", spec).ok());
+  WorkUntilDone("w", "a");
+  const v1::PrepJob job = controller_->Get("a")->job;
+  EXPECT_EQ(job.manifest().uri(), "/out/x/manifest.json");
+  ASSERT_EQ(job.other_manifests_size(), 1);
+  EXPECT_EQ(controller_->GetManifest("a", 0)->uri(), "/out/x/manifest.json");
+  EXPECT_EQ(controller_->GetManifest("a", 1)->uri(), "/out/y/manifest.json");
+  EXPECT_EQ(controller_->GetManifest("a", 1)->layout_fingerprint(),
+            FakeBackend::FingerprintOf(spec, 1));
+  EXPECT_EQ(job.progress().rank_tasks_total(), 8);
+}
+
+TEST_F(ControllerTest, TargetThatAJobDoesNotHaveIsNamedWithTheirNumber) {
+  ASSERT_TRUE(Create("one", Spec("/models/a", "/out/a")).ok());
+  ASSERT_TRUE(Create("two", SpecOfSeveral("/models/a", {"/out/x", "/out/y"})).ok());
+  for (const auto& [id, target, number] :
+       {std::tuple("one", 1, "1 target,"), std::tuple("two", 2, "2 targets,"),
+        std::tuple("two", -1, "2 targets,")}) {
+    const absl::Status refused = controller_->GetManifest(id, target).status();
+    EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(number));
+  }
+}
+
+TEST_F(ControllerTest, JobSucceedsAtOnceOnlyWhenAllItsTargetsAreComplete) {
+  const v1::PrepJobSpec spec = SpecOfSeveral("/models/a", {"/out/x", "/out/y"});
+  backend_.PutArtefact("/out/y", FakeBackend::FingerprintOf(spec, 1));
+  ASSERT_TRUE(Create("a", spec).ok());
+  const v1::PrepJob running = AwaitState("a", v1::PrepJob::STATE_RUNNING);
+  EXPECT_EQ(running.progress().rank_tasks_resumed(), 4) << "those of the complete target";
+  WorkUntilDone("w", "a");
+  EXPECT_EQ(backend_.calls().commits, 1);
+
+  const absl::StatusOr<v1::PrepJob> again = Create("b", spec);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->state(), v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_EQ(again->manifest().uri(), "/out/x/manifest.json");
+  ASSERT_EQ(again->other_manifests_size(), 1);
+  EXPECT_EQ(again->other_manifests(0).uri(), "/out/y/manifest.json");
+  EXPECT_EQ(backend_.calls().commits, 1);
+}
+
+TEST_F(ControllerTest, CommitThatStopsBetweenTargetsGoesOnWithTheRest) {
+  backend_.Fail({.commit = absl::UnavailableError("503"), .published = 1});
+  ASSERT_TRUE(Create("a", SpecOfSeveral("/models/a", {"/out/x", "/out/y"})).ok());
+  v1::SynchronizeRequest request = Request("w");
+  absl::StatusOr<v1::SynchronizeResponse> response = Synchronize(request);
+  while (response.ok() && response->leases_size() > 0) {
+    request.clear_leases();
+    v1::LeaseReport& report = *request.add_leases();
+    report.set_lease_id(response->leases(0).lease_id());
+    report.set_state(v1::LeaseReport::STATE_DONE);
+    response = Synchronize(request);
+  }
+  AwaitJob("a", [](const v1::PrepJob& job) { return job.progress().attempts_failed() > 0; });
+  EXPECT_TRUE(backend_.HasArtefact("/out/x"));
+  EXPECT_FALSE(backend_.HasArtefact("/out/y"));
+  backend_.Fail({});
+  clock_.Advance(Options().queue.retry_delay);
+  const v1::PrepJob job = AwaitState("a", v1::PrepJob::STATE_SUCCEEDED);
+  EXPECT_EQ(job.other_manifests_size(), 1);
+  EXPECT_TRUE(backend_.HasArtefact("/out/y"));
+}
+
+TEST_F(ControllerTest, AnyDestinationThatIsTakenRefusesTheJob) {
+  ASSERT_TRUE(Create("a", SpecOfSeveral("/models/a", {"/out/x", "/out/y"})).ok());
+  const absl::Status refused =
+      Create("b", SpecOfSeveral("/models/b", {"/out/z", "/out/y"})).status();
+  EXPECT_EQ(ReasonOf(refused).reason, "DESTINATION_BUSY");
+  EXPECT_EQ(ReasonOf(refused).metadata["destination"], "/out/y");
+}
+
+TEST_F(ControllerTest, RecordWhosePlacesAreNotKnownIsRefused) {
+  JobRecord record;
+  record.sequence = 1;
+  record.job.set_prep_job_id("a");
+  record.job.set_state(v1::PrepJob::STATE_RUNNING);
+  *record.job.mutable_spec() = SpecOfSeveral("/models/a", {"/out/x", "/out/y"});
+  ASSERT_EQ(store_.Insert(record), absl::OkStatus());
+  const auto start = [this] {
+    return Controller::Start(Options(), &clock_, &backend_, &store_, &metrics_,
+                             [this] { return absl::StrCat("id-", ++last_id_); })
+        .status();
+  };
+  const absl::Status refused = start();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("prep job a has 2 targets"));
+  // One that is over goes nowhere any more.
+  record.job.set_state(v1::PrepJob::STATE_CANCELLED);
+  ASSERT_EQ(store_.Update(record), absl::OkStatus());
+  EXPECT_EQ(start(), absl::OkStatus());
+}
+
 // Workers -----------------------------------------------------------------------------------------
 
 TEST_F(ControllerTest, IdleWorkerIsAnsweredWhenWorkAppears) {
@@ -288,7 +387,8 @@ TEST_F(ControllerTest, FailedCommitFailsTheJobWithItsCause) {
   const v1::PrepJob job = AwaitState("a", v1::PrepJob::STATE_FAILED);
   EXPECT_EQ(job.error().code(), static_cast<int>(absl::StatusCode::kDataLoss));
   EXPECT_THAT(job.error().message(), HasSubstr("rank-1.json"));
-  EXPECT_EQ(controller_->GetManifest("a").status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(controller_->GetManifest("a", 0).status().code(),
+            absl::StatusCode::kFailedPrecondition);
 }
 
 // Lists, observers ----------------------------------------------------------------------------

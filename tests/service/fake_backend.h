@@ -22,12 +22,13 @@ class FakeBackend : public JobBackend {
  public:
   struct Failures {
     absl::Status plan, forget, inspect, room, clear, commit, remove;
+    int published = 0;  // targets that `commit` comes after
   };
   struct Calls {
     int plans = 0, room_checks = 0, clears = 0, commits = 0, removals = 0, tidies = 0, forgets = 0;
   };
 
-  // Regions of each plan, and ranks of each region.
+  // Regions of each plan, and ranks of each target in each region.
   int regions = 2;
   int ranks = 2;
   // Called by each start while it reads recorded parts.
@@ -64,13 +65,18 @@ class FakeBackend : public JobBackend {
     absl::MutexLock lock(&mu_);
     return artefacts_.count(destination) != 0;
   }
-  static std::string FingerprintOf(const v1::PrepJobSpec& spec) {
-    return absl::StrCat("print-of-", spec.source_uri());
+  // Of one target.
+  static std::string FingerprintOf(const v1::PrepJobSpec& spec, int target = 0) {
+    const v1::ParallelLayout& layout = spec.targets(target).parallel_layout();
+    return absl::StrCat("print-of-", spec.source_uri(),
+                        layout.has_tensor_parallel_size()
+                            ? absl::StrCat("-tp", layout.tensor_parallel_size())
+                            : "");
   }
 
   absl::StatusOr<v1::PrepJobSpec> Normalize(const v1::PrepJobSpec& spec) override {
     if (spec.source_uri().empty()) return absl::InvalidArgumentError("source_uri is not set");
-    if (spec.targets_size() != 1) return absl::InvalidArgumentError("targets: want exactly one");
+    if (spec.targets_size() == 0) return absl::InvalidArgumentError("targets: want one");
     v1::PrepJobSpec normal = spec;
     if (normal.part_size_bytes() == 0) normal.set_part_size_bytes(int64_t{2} << 30);
     return normal;
@@ -94,7 +100,7 @@ class FakeBackend : public JobBackend {
 class FakePlannedJob : public PlannedJob {
  public:
   FakePlannedJob(FakeBackend* backend, PlanFacts facts)
-      : backend_(backend), facts_(std::move(facts)) {}
+      : backend_(backend), facts_(std::move(facts)), ranks_(backend->ranks) {}
   ~FakePlannedJob() override { FakePlannedJob::ReleaseDestination(); }
 
   const PlanFacts& facts() const override { return facts_; }
@@ -106,16 +112,20 @@ class FakePlannedJob : public PlannedJob {
 
   absl::Status ClaimDestination() override {
     absl::MutexLock lock(&backend_->mu_);
-    if (claimed_ || backend_->claimed_.insert(facts_.destination).second) {
-      claimed_ = true;
-      return absl::OkStatus();
+    if (claimed_) return absl::OkStatus();
+    for (const JobPlace& place : facts_.places) {
+      if (backend_->claimed_.count(place.destination) == 0) continue;
+      return absl::FailedPreconditionError("another job has the destination");
     }
-    return absl::FailedPreconditionError("another job has the destination");
+    for (const JobPlace& place : facts_.places) backend_->claimed_.insert(place.destination);
+    claimed_ = true;
+    return absl::OkStatus();
   }
 
   void ReleaseDestination() override {
     absl::MutexLock lock(&backend_->mu_);
-    if (claimed_) backend_->claimed_.erase(facts_.destination);
+    if (!claimed_) return;
+    for (const JobPlace& place : facts_.places) backend_->claimed_.erase(place.destination);
     claimed_ = false;
   }
 
@@ -132,21 +142,29 @@ class FakePlannedJob : public PlannedJob {
     return std::vector<std::string>();
   }
 
-  absl::StatusOr<InspectedDestination> Inspect() override {
+  absl::StatusOr<InspectedDestinations> Inspect() override {
     absl::MutexLock lock(&backend_->mu_);
     if (!backend_->failures_.inspect.ok()) return backend_->failures_.inspect;
-    InspectedDestination found;
+    InspectedDestinations found;
     found.regions = facts_.regions;
-    const auto artefact = backend_->artefacts_.find(facts_.destination);
-    if (artefact == backend_->artefacts_.end()) return found;
-    if (artefact->second != facts_.fingerprint) {
-      return absl::FailedPreconditionError("another artefact is there");
+    std::vector<v1::ManifestReference> manifests;
+    for (int t = 0; t < static_cast<int>(facts_.places.size()); ++t) {
+      const JobPlace& place = facts_.places[static_cast<size_t>(t)];
+      const auto artefact = backend_->artefacts_.find(place.destination);
+      if (artefact == backend_->artefacts_.end()) continue;
+      if (artefact->second != place.fingerprint) {
+        return absl::FailedPreconditionError("another artefact is there");
+      }
+      manifests.push_back(ManifestOf(place));
+      for (RegionTasks& region : found.regions) {
+        for (int r = 0; r < ranks_; ++r) region.done.push_back(t * ranks_ + r);
+      }
     }
-    found.complete = Manifest();
+    if (manifests.size() == facts_.places.size()) found.complete = manifests;
     return found;
   }
 
-  absl::Status CheckRoom(const InspectedDestination& /*found*/) override {
+  absl::Status CheckRoom(const InspectedDestinations& /*found*/) override {
     absl::MutexLock lock(&backend_->mu_);
     ++backend_->calls_.room_checks;
     return backend_->failures_.room;
@@ -158,12 +176,19 @@ class FakePlannedJob : public PlannedJob {
     return backend_->failures_.clear;
   }
 
-  absl::StatusOr<v1::ManifestReference> Commit() override {
+  absl::StatusOr<std::vector<v1::ManifestReference>> Commit() override {
     absl::MutexLock lock(&backend_->mu_);
     ++backend_->calls_.commits;
-    if (!backend_->failures_.commit.ok()) return backend_->failures_.commit;
-    backend_->artefacts_[facts_.destination] = facts_.fingerprint;
-    return Manifest();
+    const FakeBackend::Failures failures = backend_->failures_;
+    std::vector<v1::ManifestReference> manifests;
+    for (const JobPlace& place : facts_.places) {
+      if (!failures.commit.ok() && static_cast<int>(manifests.size()) == failures.published) {
+        return failures.commit;
+      }
+      backend_->artefacts_[place.destination] = place.fingerprint;
+      manifests.push_back(ManifestOf(place));
+    }
+    return manifests;
   }
 
   absl::Status RemoveJournal() override { return absl::OkStatus(); }
@@ -181,15 +206,16 @@ class FakePlannedJob : public PlannedJob {
   }
 
  private:
-  v1::ManifestReference Manifest() const {
+  static v1::ManifestReference ManifestOf(const JobPlace& place) {
     v1::ManifestReference manifest;
-    manifest.set_uri(facts_.destination + "/manifest.json");
-    manifest.set_layout_fingerprint(facts_.fingerprint);
+    manifest.set_uri(place.destination + "/manifest.json");
+    manifest.set_layout_fingerprint(place.fingerprint);
     return manifest;
   }
 
   FakeBackend* const backend_;
   const PlanFacts facts_;
+  const int ranks_;
   bool claimed_ = false;  // guarded by the backend's mutex
 };
 
@@ -205,14 +231,17 @@ inline absl::StatusOr<std::unique_ptr<PlannedJob>> FakeBackend::Plan(
     --waiting_;
     if (!failures_.plan.ok()) return failures_.plan;
   }
-  facts.fingerprint = FingerprintOf(spec);
   facts.source_token = "token";
-  facts.destination = spec.targets(0).destination_uri();
-  facts.summary.set_layout_fingerprint(facts.fingerprint);
-  facts.summary.set_rank_count(ranks);
+  for (int t = 0; t < spec.targets_size(); ++t) {
+    v1::PlanSummary& summary = t == 0 ? facts.summary : *facts.summary.add_other_targets();
+    summary.set_layout_fingerprint(FingerprintOf(spec, t));
+    summary.set_rank_count(ranks);
+    facts.places.push_back({spec.targets(t).destination_uri(), FingerprintOf(spec, t)});
+    absl::StrAppend(&facts.fingerprint, t == 0 ? "" : " and ", FingerprintOf(spec, t));
+  }
   for (int r = 0; r < regions; ++r) {
     RegionTasks tasks;
-    for (int rank = 0; rank < ranks; ++rank) tasks.ranks.push_back(rank);
+    for (int rank = 0; rank < spec.targets_size() * ranks; ++rank) tasks.ranks.push_back(rank);
     tasks.bytes_per_rank = 100;
     facts.regions.push_back(std::move(tasks));
   }

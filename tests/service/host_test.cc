@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,9 @@
 namespace shardprep {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::UnorderedElementsAreArray;
 
 v1::PrepJobSpec Spec(const std::string& source, const std::string& destination) {
   v1::PrepJobSpec spec;
@@ -28,6 +31,16 @@ v1::PrepJobSpec Spec(const std::string& source, const std::string& destination) 
   v1::Target& target = *spec.add_targets();
   target.set_destination_uri(destination);
   target.mutable_parallel_layout()->set_tensor_parallel_size(2);
+  return spec;
+}
+
+// With a second target, of four ranks.
+v1::PrepJobSpec SpecOfTwo(const std::string& source, const std::string& first,
+                          const std::string& second) {
+  v1::PrepJobSpec spec = Spec(source, first);
+  v1::Target& target = *spec.add_targets();
+  target.set_destination_uri(second);
+  target.mutable_parallel_layout()->set_tensor_parallel_size(4);
   return spec;
 }
 
@@ -77,10 +90,12 @@ TEST(PrepBackend, PlanningWritesNothing) {
   ASSERT_TRUE(planned.ok()) << planned.status();
   const auto found = (*planned)->Inspect();
   ASSERT_TRUE(found.ok()) << found.status();
-  EXPECT_FALSE(found->complete.has_value());
+  EXPECT_TRUE(found->complete.empty());
   EXPECT_FALSE(std::filesystem::exists(dir / "out"));
   const PlanFacts& facts = (*planned)->facts();
-  EXPECT_EQ(facts.destination, dir / "out");
+  ASSERT_EQ(facts.places.size(), 1U);
+  EXPECT_EQ(facts.places[0].destination, dir / "out");
+  EXPECT_EQ(facts.places[0].fingerprint, facts.fingerprint);
   EXPECT_EQ(facts.summary.layout_fingerprint(), facts.fingerprint);
   EXPECT_GT(facts.summary.destination_free_bytes(), 0);
   int64_t bytes = 0;
@@ -113,6 +128,99 @@ TEST(PrepBackend, TooLittleSpaceIsRefusedNamingFreeAndNeeded) {
   EXPECT_EQ(ReasonOf(refused).reason, "NO_SPACE");
   EXPECT_EQ(ReasonOf(refused).metadata["needed_bytes"], std::to_string(needed));
   EXPECT_FALSE(std::filesystem::exists(dir / "out"));
+}
+
+TEST(PrepBackend, JobOfSeveralTargetsHasTheRanksAndPlacesOfAll) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", {}), absl::OkStatus());
+  const auto planned = PlanWith({}, SpecOfTwo(dir / "model", dir / "x", dir / "y"));
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  const auto alone = PlanWith({}, Spec(dir / "model", dir / "x"));
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  const PlanFacts& facts = (*planned)->facts();
+  ASSERT_EQ(facts.places.size(), 2U);
+  EXPECT_EQ(facts.places[0].destination, dir / "x");
+  EXPECT_EQ(facts.places[0].fingerprint, (*alone)->facts().fingerprint);
+  EXPECT_EQ(facts.places[1].destination, dir / "y");
+  EXPECT_EQ(facts.places[1].fingerprint, facts.summary.other_targets(0).layout_fingerprint());
+  EXPECT_EQ(std::set<std::string>(
+                {facts.places[0].fingerprint, facts.places[1].fingerprint, facts.fingerprint})
+                .size(),
+            3U);
+  EXPECT_GT(facts.summary.other_targets(0).destination_free_bytes(), 0);
+  int64_t bytes = 0;
+  std::set<int32_t> ranks;
+  for (const RegionTasks& region : facts.regions) {
+    bytes += region.BytesOf(region.ranks);
+    ranks.insert(region.ranks.begin(), region.ranks.end());
+  }
+  EXPECT_THAT(ranks, ElementsAre(-2, -1, 0, 1, 2, 3, 4, 5));
+  EXPECT_LE(bytes, facts.summary.joint().output_bytes());
+  EXPECT_GT(bytes, facts.summary.joint().output_bytes() * 9 / 10);
+}
+
+TEST(PrepBackend, TargetsShareNoPlaceNotEvenThroughALink) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", {}), absl::OkStatus());
+  std::filesystem::create_directories(dir / "x");
+  std::filesystem::create_directory_symlink(dir / "x", dir / "link");
+  const absl::Status refused =
+      PlanWith({}, SpecOfTwo(dir / "model", dir / "x", dir / "link")).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("are one place"));
+}
+
+TEST(PrepBackend, DestinationsAreClaimedTogetherOrNotAtAll) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", {}), absl::OkStatus());
+  const auto holder = PlanWith({}, Spec(dir / "model", dir / "y"));
+  const auto both = PlanWith({}, SpecOfTwo(dir / "model", dir / "x", dir / "y"));
+  const auto other = PlanWith({}, Spec(dir / "model", dir / "x"));
+  ASSERT_TRUE(holder.ok() && both.ok() && other.ok());
+  ASSERT_EQ((*holder)->ClaimDestination(), absl::OkStatus());
+  const absl::Status refused = (*both)->ClaimDestination();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(refused).reason, "DESTINATION_BUSY");
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("targets[1]: "));
+  EXPECT_EQ((*other)->ClaimDestination(), absl::OkStatus()) << "the first was given back";
+  (*other)->ReleaseDestination();
+  (*holder)->ReleaseDestination();
+  EXPECT_EQ((*both)->ClaimDestination(), absl::OkStatus());
+  EXPECT_EQ((*both)->ClaimDestination(), absl::OkStatus()) << "held already";
+  EXPECT_FALSE((*other)->ClaimDestination().ok());
+  EXPECT_FALSE((*holder)->ClaimDestination().ok());
+}
+
+TEST(PrepBackend, TargetsOnOneFileSystemNeedTheirRoomTogether) {
+  const TempDir dir;
+  ASSERT_EQ(WriteTestCheckpoint(dir / "small", {}), absl::OkStatus());
+  const auto small = PlanWith({}, Spec(dir / "small", dir / "x"));
+  ASSERT_TRUE(small.ok()) << small.status();
+  const int64_t free = (*small)->facts().summary.destination_free_bytes();
+  // Each target takes about two thirds of what is free.
+  CheckpointSpec large;
+  large.hidden = large.intermediate = 32768;
+  large.layers = 1;
+  large.sparse = true;
+  const int64_t expert_bytes = 3 * large.hidden * large.intermediate * 17 / 32;
+  large.experts = free / 3 * 2 / expert_bytes;
+  if (large.experts < 8 || large.experts > 4096) {
+    GTEST_SKIP() << "no checkpoint of a handy size takes two thirds of " << free << " bytes";
+  }
+  ASSERT_EQ(WriteTestCheckpoint(dir / "model", large), absl::OkStatus());
+  const auto alone = PlanWith({}, Spec(dir / "model", dir / "x"));
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  EXPECT_EQ((*alone)->CheckRoom(*(*alone)->Inspect()), absl::OkStatus());
+  const auto both = PlanWith({}, SpecOfTwo(dir / "model", dir / "x", dir / "y"));
+  ASSERT_TRUE(both.ok()) << both.status();
+  const absl::Status refused = (*both)->CheckRoom(*(*both)->Inspect());
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReasonOf(refused).reason, "NO_SPACE");
+  EXPECT_EQ(ReasonOf(refused).metadata["needed_bytes"],
+            std::to_string((*both)->facts().summary.joint().output_bytes()));
+  EXPECT_THAT(std::string(refused.message()),
+              HasSubstr("destinations " + (dir / "x") + ", " + (dir / "y") + ": "));
+  EXPECT_FALSE(std::filesystem::exists(dir / "y"));
 }
 
 TEST(ControllerHost, OffLoopbackItNeedsAllowListsAndSecurity) {
@@ -293,6 +401,42 @@ TEST_F(PrivateControllerTest, RunsAJobAndThenFindsItDone) {
   EXPECT_EQ(again->state(), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_EQ(again->progress().bytes_read(), 0);
   EXPECT_EQ(again->manifest().sha256(), job->manifest().sha256());
+}
+
+TEST_F(PrivateControllerTest, TargetThatIsCompleteIsLeftAsItIs) {
+  const absl::StatusOr<v1::PrepJob> first = Run("first", Spec(dir_ / "model", dir_ / "x"));
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_EQ(first->state(), v1::PrepJob::STATE_SUCCEEDED) << first->error().message();
+  const v1::PrepJobSpec spec = SpecOfTwo(dir_ / "model", dir_ / "x", dir_ / "y");
+  const auto planned = PlanWith({}, spec);
+  ASSERT_TRUE(planned.ok()) << planned.status();
+  const auto found = (*planned)->Inspect();
+  ASSERT_TRUE(found.ok()) << found.status();
+  EXPECT_TRUE(found->complete.empty());
+  for (const RegionTasks& region : found->regions) {
+    std::vector<int32_t> of_first;
+    for (const int32_t rank : region.ranks) {
+      if (rank == -1 || rank == 0 || rank == 1) of_first.push_back(rank);
+    }
+    EXPECT_THAT(region.done, UnorderedElementsAreArray(of_first));
+  }
+  EXPECT_EQ((*planned)->CheckRoom(*found), absl::OkStatus());
+  EXPECT_EQ((*planned)->ClearLeftovers(), absl::OkStatus());
+  EXPECT_EQ((*planned)->RemoveUnrecorded(), absl::OkStatus());
+  EXPECT_EQ((*planned)->RemoveOutput(), absl::OkStatus());
+  EXPECT_FALSE(std::filesystem::exists(dir_ / "x/_shardprep"));
+
+  const absl::StatusOr<v1::PrepJob> both = Run("both", spec);
+  ASSERT_TRUE(both.ok()) << both.status();
+  ASSERT_EQ(both->state(), v1::PrepJob::STATE_SUCCEEDED) << both->error().message();
+  EXPECT_EQ(both->manifest().sha256(), first->manifest().sha256());
+  EXPECT_EQ(both->progress().rank_tasks_resumed(), first->progress().rank_tasks_total());
+  ASSERT_EQ(both->other_manifests_size(), 1);
+  EXPECT_EQ(client_->GetManifest("both", 1)->uri(), dir_ / "y/manifest.json");
+  const absl::StatusOr<v1::PrepJob> again = Run("again", spec);
+  ASSERT_TRUE(again.ok()) << again.status();
+  EXPECT_EQ(again->progress().bytes_read(), 0);
+  EXPECT_EQ(again->other_manifests(0).sha256(), both->other_manifests(0).sha256());
 }
 
 TEST_F(PrivateControllerTest, StopRemovesItsSocket) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "workers/clock.h"
 #include "workers/grpc_status.h"
 
@@ -55,9 +56,27 @@ class JobQueueTest : public testing::Test {
     NewJob job;
     job.job.set_prep_job_id(id);
     job.job.mutable_spec()->set_source_uri("/models/" + id);
-    job.destination = destination.empty() ? "/out/" + id : destination;
     job.fingerprint = fingerprint.empty() ? "print-" + id : fingerprint;
+    job.places.push_back({destination.empty() ? "/out/" + id : destination, job.fingerprint});
     return job;
+  }
+
+  // One target for each place, "<destination>=<fingerprint>".
+  static NewJob SpecOfSeveral(const std::string& id, const std::vector<std::string>& places) {
+    NewJob job;
+    job.job.set_prep_job_id(id);
+    for (const std::string& place : places) {
+      const std::pair<std::string, std::string> parts = absl::StrSplit(place, '=');
+      job.places.push_back({parts.first, parts.second});
+    }
+    job.fingerprint = "print-" + id;
+    return job;
+  }
+
+  static std::vector<v1::ManifestReference> Manifests(int targets) {
+    std::vector<v1::ManifestReference> manifests(static_cast<size_t>(targets));
+    for (int t = 0; t < targets; ++t) manifests[static_cast<size_t>(t)].set_file_count(1 + t);
+    return manifests;
   }
 
   // As the store has it of a controller that is gone.
@@ -209,7 +228,7 @@ TEST_F(JobQueueTest, JobGoesFromPendingToSucceeded) {
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_RUNNING);
   v1::ManifestReference manifest;
   manifest.set_uri("/out/a/manifest.json");
-  queue_->CommitFinished("a", manifest);
+  queue_->CommitFinished("a", std::vector<v1::ManifestReference>{manifest});
   const v1::PrepJob job = Job("a");
   EXPECT_EQ(job.state(), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_EQ(job.manifest().uri(), "/out/a/manifest.json");
@@ -277,7 +296,7 @@ TEST_F(JobQueueTest, CompleteDestinationIsANoOp) {
   ExpectStep(JobStep::Kind::kStart, "a");
   StartedJob started;
   started.fingerprint = "print-a";
-  started.complete.emplace().set_uri("/out/a/manifest.json");
+  started.complete.emplace_back().set_uri("/out/a/manifest.json");
   queue_->StartFinished("a", started);
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_EQ(Job("a").manifest().uri(), "/out/a/manifest.json");
@@ -635,7 +654,7 @@ TEST_F(JobQueueTest, HeartbeatAfterTheEndOfAJobDoesNoHarm) {
   const v1::Lease lease = Take("w");
   Done("w", lease.lease_id());
   ExpectStep(JobStep::Kind::kCommit, "a");
-  queue_->CommitFinished("a", v1::ManifestReference());
+  queue_->CommitFinished("a", Manifests(1));
   EXPECT_THAT(Say("w", lease.lease_id(), v1::LeaseReport::STATE_RUNNING), IsEmpty());
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_EQ(Job("a").error().code(), 0);
@@ -708,7 +727,7 @@ TEST_F(JobQueueTest, CancelDuringTheCommitLosesWhenItSucceeds) {
   Done("w", Take("w").lease_id());
   ExpectStep(JobStep::Kind::kCommit, "a");
   ASSERT_TRUE(queue_->Cancel("a").ok());
-  queue_->CommitFinished("a", v1::ManifestReference());
+  queue_->CommitFinished("a", Manifests(1));
   EXPECT_EQ(StateOf("a"), v1::PrepJob::STATE_SUCCEEDED);
 }
 
@@ -815,7 +834,7 @@ TEST_F(JobQueueTimeoutTest, StepsInHandAreAwaited) {
   queue_->StartFinished("starting", Plan("print-starting", 1, 1));
   ExpectTimedOut("starting");
   // Others may have seen the manifest.
-  queue_->CommitFinished("committed", v1::ManifestReference());
+  queue_->CommitFinished("committed", Manifests(1));
   EXPECT_EQ(StateOf("committed"), v1::PrepJob::STATE_SUCCEEDED);
   EXPECT_FALSE(Job("committed").has_error());
   queue_->CommitFinished("stuck", absl::UnavailableError("503"));
@@ -868,11 +887,11 @@ TEST_F(JobQueueTest, SameArtefactWaitsAndIsThenPlannedAgain) {
   Done("w", Take("w").lease_id());
   ExpectStep(JobStep::Kind::kCommit, "a");
   EXPECT_FALSE(queue_->NextStep().has_value());
-  queue_->CommitFinished("a", v1::ManifestReference());
+  queue_->CommitFinished("a", Manifests(1));
   ExpectStep(JobStep::Kind::kStart, "b");
   StartedJob complete;
   complete.fingerprint = "print";
-  complete.complete.emplace();
+  complete.complete = Manifests(1);
   queue_->StartFinished("b", complete);
   EXPECT_EQ(StateOf("b"), v1::PrepJob::STATE_SUCCEEDED);
 }
@@ -928,7 +947,7 @@ TEST_F(JobQueueTest, LeasesAreOnRecordBeforeTheFirstIsGiven) {
 
 TEST_F(JobQueueTest, OtherArtefactIsRefusedWhileTheOldFenceIsOpen) {
   NewJob restored = Restored("a", 1, kFence);
-  restored.destination = "/out";
+  restored.places[0].destination = "/out";
   *restored.job.mutable_error() = ToRpcStatus(absl::DataLossError("truncated"));
   ASSERT_EQ(queue_->Restore(restored), absl::OkStatus());
   // It had failed, and only its leases kept it from its end: they still do.
@@ -1358,7 +1377,7 @@ TEST_F(JobQueueTest, RandomWalkNeverLeasesATaskTwiceAndEnds) {
     if (!desired.empty() && random(10) != 0) held[worker] = desired[0];  // or the answer got lost
     while (const std::optional<JobStep> next = queue_->NextStep()) {
       if (next->kind == JobStep::Kind::kCommit) {
-        queue_->CommitFinished(next->job_id, v1::ManifestReference());
+        queue_->CommitFinished(next->job_id, Manifests(1));
       } else if (next->kind == JobStep::Kind::kRemove) {
         queue_->CleanFinished(next->job_id, absl::OkStatus());
       }
@@ -1403,6 +1422,125 @@ TEST_F(JobQueueTest, RemovalsAtOneDestinationFollowEachOther) {
   EXPECT_FALSE(queue_->NextStep().has_value());
   queue_->CleanFinished("job-1", absl::OkStatus());
   ExpectStep(JobStep::Kind::kRemove, "job-2");
+}
+
+// Several targets ---------------------------------------------------------------------------------
+
+TEST_F(JobQueueTest, JobTakesAllItsPlacesAtOnceAndInOrderOfCreation) {
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("a", {"/x=px"})), absl::OkStatus());
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("b", {"/x=px", "/y=py"})), absl::OkStatus());
+  // Its place is free, but kept for the older one.
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("c", {"/y=py"})), absl::OkStatus());
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("d", {"/z=pz"})), absl::OkStatus());
+  ExpectStep(JobStep::Kind::kStart, "a");
+  ExpectStep(JobStep::Kind::kStart, "d");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  queue_->StartFinished("a", absl::DataLossError("truncated"));
+  ExpectStep(JobStep::Kind::kStart, "b");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  queue_->StartFinished("b", absl::DataLossError("truncated"));
+  ExpectStep(JobStep::Kind::kStart, "c");
+}
+
+TEST_F(JobQueueTest, JobThatIsToBeStartedAgainKeepsItsPlaces) {
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("a", {"/x=px", "/y=py"})), absl::OkStatus());
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("b", {"/y=py"})), absl::OkStatus());
+  ExpectStep(JobStep::Kind::kStart, "a");
+  queue_->StartFinished("a", absl::UnavailableError("503"));
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  clock_.Advance(Options().retry_delay);
+  ExpectStep(JobStep::Kind::kStart, "a");
+}
+
+TEST_F(JobQueueTest, AnyPlaceWithAnotherFingerprintIsRefusedByName) {
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("a", {"/x=px", "/y=py"})), absl::OkStatus());
+  const absl::Status refused = queue_->AddJob(SpecOfSeveral("b", {"/z=pz", "/x=px", "/y=another"}));
+  EXPECT_EQ(refused.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReasonOf(refused).reason, "DESTINATION_BUSY");
+  EXPECT_EQ(ReasonOf(refused).metadata["destination"], "/y");
+  EXPECT_EQ(ReasonOf(refused).metadata["prep_job_id"], "a");
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("fingerprint is py, this one's another"));
+  EXPECT_EQ(queue_->AddJob(SpecOfSeveral("b", {"/z=pz", "/y=py"})), absl::OkStatus());
+}
+
+// The older job had ended at once, having found its artefact, but that was not recorded.
+TEST_F(JobQueueTest, EveryPlaceOfARestoredJobIsFenced) {
+  NewJob older = SpecOfSeveral("older", {"/y=py"});
+  older.sequence = 1;
+  ASSERT_EQ(queue_->Restore(older), absl::OkStatus());
+  NewJob running = SpecOfSeveral("running", {"/x=px", "/y=py"});
+  running.job.set_state(v1::PrepJob::STATE_RUNNING);
+  running.sequence = 2;
+  running.lease_span = kFence;
+  ASSERT_EQ(queue_->Restore(running), absl::OkStatus());
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("younger", {"/x=px"})), absl::OkStatus());
+  AdvanceAndTick(kFence - kInstant);
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  AdvanceAndTick(kInstant);
+  ExpectStep(JobStep::Kind::kStart, "older");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+}
+
+TEST_F(JobQueueTest, RemovalsThatShareAnyPlaceFollowEachOther) {
+  for (int64_t sequence = 1; sequence <= 2; ++sequence) {
+    NewJob job = SpecOfSeveral(absl::StrCat("job-", sequence),
+                               {absl::StrCat("/own-", sequence, "=print"), "/same=print"});
+    job.job.set_state(v1::PrepJob::STATE_RUNNING);
+    job.job.set_cancel_requested(true);
+    job.sequence = sequence;
+    job.lease_span = kFence;
+    ASSERT_EQ(queue_->Restore(std::move(job)), absl::OkStatus());
+  }
+  AdvanceAndTick(kFence);
+  ExpectStep(JobStep::Kind::kRemove, "job-1");
+  EXPECT_FALSE(queue_->NextStep().has_value());
+  queue_->CleanFinished("job-1", absl::OkStatus());
+  ExpectStep(JobStep::Kind::kRemove, "job-2");
+}
+
+TEST_F(JobQueueTest, ReplicatedStreamsOfSeveralTargetsAreTasksLikeOthers) {
+  ASSERT_EQ(queue_->AddJob(SpecOfSeveral("a", {"/x=px", "/y=py"})), absl::OkStatus());
+  ExpectStep(JobStep::Kind::kStart, "a");
+  StartedJob started = Plan("print-a", 2, 4);
+  started.regions[1].ranks = {-1, -2};
+  queue_->StartFinished("a", started);
+  const v1::Lease ranks = Take("w");
+  EXPECT_EQ(ranks.layout_fingerprint(), "print-a") << "of the job, not of a target";
+  const v1::Lease replicated = Done("w", ranks.lease_id()).at(0);
+  EXPECT_THAT(RanksOf(replicated), ElementsAre(-1, -2));
+  queue_->TakeChanges();
+  const std::vector<v1::Lease> again =
+      Say("w", replicated.lease_id(), v1::LeaseReport::STATE_FAILED, absl::UnavailableError("503"),
+          /*completed=*/{-1});
+  EXPECT_THAT(again, IsEmpty());
+  EXPECT_EQ(queue_->TakeChanges().events.at(0).ranks, "replicated tensors of targets 0,1");
+  clock_.Advance(Options().retry_delay);
+  const v1::Lease rest = Take("w");
+  EXPECT_THAT(RanksOf(rest), ElementsAre(-2));
+  EXPECT_EQ(queue_->TakeChanges().events.at(0).ranks, "replicated tensors of target 1");
+  Done("w", rest.lease_id());
+  ExpectStep(JobStep::Kind::kCommit, "a");
+}
+
+TEST_F(JobQueueTest, ManifestsAreThoseOfTheTargetsInTheirOrder) {
+  for (const bool is_complete : {false, true}) {
+    const std::string id = is_complete ? "complete" : "made";
+    ASSERT_EQ(queue_->AddJob(SpecOfSeveral(id, {"/x=px", "/y=py", "/z=pz"})), absl::OkStatus());
+    ExpectStep(JobStep::Kind::kStart, id);
+    StartedJob started = Plan("print-" + id, 0, 0);
+    if (is_complete) started.complete = Manifests(3);
+    queue_->StartFinished(id, started);
+    if (!is_complete) {
+      ExpectStep(JobStep::Kind::kCommit, id);
+      queue_->CommitFinished(id, Manifests(3));
+    }
+    const v1::PrepJob job = Job(id);
+    EXPECT_EQ(job.state(), v1::PrepJob::STATE_SUCCEEDED);
+    EXPECT_EQ(job.manifest().file_count(), 1);
+    ASSERT_EQ(job.other_manifests_size(), 2);
+    EXPECT_EQ(job.other_manifests(0).file_count(), 2);
+    EXPECT_EQ(job.other_manifests(1).file_count(), 3);
+  }
 }
 
 }  // namespace

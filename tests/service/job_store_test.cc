@@ -17,9 +17,11 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "service/sqlite_job_store.h"
 #include "tests/support/temp_dir.h"
+#include "workers/digest.h"
 
 namespace shardprep {
 namespace {
@@ -31,10 +33,10 @@ using ::testing::IsEmpty;
 JobRecord Record(const std::string& id, int64_t sequence) {
   JobRecord record;
   record.sequence = sequence;
-  record.destination = "/out/" + id;
   record.fingerprint = "print-" + id;
   record.job.set_prep_job_id(id);
   record.job.mutable_spec()->set_source_uri("/models/" + id);
+  record.job.mutable_spec()->add_targets()->set_destination_uri("/out/" + id);
   record.job.set_state(v1::PrepJob::STATE_PENDING);
   record.job.mutable_progress()->set_bytes_total(1000 + sequence);
   return record;
@@ -90,7 +92,6 @@ TEST_P(JobStoreTest, RecordsComeBackWholeAndInTheOrderOfTheirSequence) {
   const JobRecord& found = (*records)[0];
   EXPECT_EQ(found.job.SerializeAsString(), early.job.SerializeAsString());
   EXPECT_EQ(found.sequence, 2);
-  EXPECT_EQ(found.destination, "/out/early");
   EXPECT_EQ(found.fingerprint, "print-early");
   EXPECT_EQ(found.lease_span, early.lease_span);
 }
@@ -98,11 +99,11 @@ TEST_P(JobStoreTest, RecordsComeBackWholeAndInTheOrderOfTheirSequence) {
 TEST_P(JobStoreTest, TakenIdsAndSequencesAreRefusedAndChangeNothing) {
   ASSERT_EQ(store_->Insert(Record("a", 1)), absl::OkStatus());
   JobRecord again = Record("a", 2);
-  again.destination = "/elsewhere";
+  again.fingerprint = "another";
   EXPECT_EQ(store_->Insert(again).code(), absl::StatusCode::kAlreadyExists);
   EXPECT_EQ(store_->Insert(Record("b", 1)).code(), absl::StatusCode::kAlreadyExists);
   ASSERT_THAT(Ids(*store_), ElementsAre("a"));
-  EXPECT_EQ(store_->LoadAll()->front().destination, "/out/a");
+  EXPECT_EQ(store_->LoadAll()->front().fingerprint, "print-a");
 }
 
 TEST_P(JobStoreTest, UpdateReplacesAllButTheSequence) {
@@ -215,6 +216,31 @@ TEST_F(SqliteJobStoreTest, FilesAreTheOwnersAlone) {
     ASSERT_EQ(::stat(entry.path().c_str(), &found), 0);
     EXPECT_EQ(found.st_mode & 0777, 0600U) << entry.path();
   }
+}
+
+// Its columns as they were when jobs had one target.
+TEST_F(SqliteJobStoreTest, StoreOfTheFirstSchemaIsReadAndGoesOn) {
+  OpenIn(state_);
+  const std::string job = Record("old", 1).job.SerializeAsString();
+  const uint32_t crc = Crc32c(0, {reinterpret_cast<const uint8_t*>(job.data()), job.size()});
+  Execute("DROP TABLE jobs");
+  Execute(
+      "CREATE TABLE jobs (prep_job_id TEXT NOT NULL PRIMARY KEY, sequence INTEGER NOT NULL UNIQUE,"
+      " state INTEGER NOT NULL, fingerprint TEXT NOT NULL, destination TEXT NOT NULL,"
+      " lease_span_ns INTEGER NOT NULL, job BLOB NOT NULL, job_crc32c INTEGER NOT NULL,"
+      " updated_ms INTEGER NOT NULL) STRICT");
+  Execute("PRAGMA user_version = 1");
+  Execute(absl::StrCat("INSERT INTO jobs VALUES ('old', 1, 1, 'print-old', '/out/old', 5, x'",
+                       absl::BytesToHexString(job), "', ", crc, ", 0)"));
+  const std::unique_ptr<JobStore> store = OpenIn(state_);
+  const absl::StatusOr<std::vector<JobRecord>> records = store->LoadAll();
+  ASSERT_TRUE(records.ok()) << records.status();
+  ASSERT_EQ(records->size(), 1U);
+  EXPECT_EQ(records->front().fingerprint, "print-old");
+  EXPECT_EQ(records->front().lease_span, absl::Nanoseconds(5));
+  EXPECT_EQ(records->front().job.SerializeAsString(), job);
+  EXPECT_EQ(store->Insert(Record("new", 2)), absl::OkStatus());
+  EXPECT_THAT(Ids(*store), ElementsAre("old", "new"));
 }
 
 TEST_F(SqliteJobStoreTest, NetworkFileSystemsAreRefusedBeforeAnythingIsWritten) {

@@ -180,7 +180,7 @@ TEST_P(RestartTest, EveryJobIsKnownAfterAKillWhateverItsState) {
   clock_.Advance(kFence);
   // The end of a job is recorded when it has ended; a kill before that finds the artefact there.
   AwaitState("done", v1::PrepJob::STATE_SUCCEEDED);
-  EXPECT_EQ(controller_->GetManifest("done")->uri(), "/out/done/manifest.json");
+  EXPECT_EQ(controller_->GetManifest("done", 0)->uri(), "/out/done/manifest.json");
   AwaitState("running", v1::PrepJob::STATE_RUNNING);
   AwaitState("waiting", v1::PrepJob::STATE_RUNNING);
   WorkUntilDone("w2", "waiting");
@@ -232,6 +232,30 @@ TEST_P(RestartTest, FenceIsThatOfTheControllerThatGaveTheLeases) {
   EXPECT_EQ(backend_.calls().plans, plans);
   clock_.Advance(absl::Seconds(10));
   WorkUntilDone("w2", "a");
+}
+
+TEST_P(RestartTest, EveryPlaceOfAnUnfinishedJobIsKnownAfterAKill) {
+  const v1::PrepJobSpec spec = SpecOfSeveral("/models/a", {"/out/x", "/out/y"});
+  ASSERT_TRUE(Create("a", spec).ok());
+  ASSERT_EQ(Synchronize(Request("w"))->leases_size(), 1);
+  AwaitState("a", v1::PrepJob::STATE_RUNNING);
+  for (int kill = 0; kill < 2; ++kill) {  // the second reads what the first restart recorded
+    KillAndRestart();
+    const absl::Status refused = Create("b", Spec("/models/b", "/out/y")).status();
+    EXPECT_EQ(ReasonOf(refused).reason, "DESTINATION_BUSY") << refused;
+    EXPECT_THAT(std::string(refused.message()), HasSubstr(FakeBackend::FingerprintOf(spec, 1)));
+    // The same artefact waits behind it.
+    v1::PrepJobSpec same = Spec("/models/a", "/out/y");
+    *same.mutable_targets(0) = spec.targets(1);
+    ASSERT_TRUE(Create("same", same).ok());
+    EXPECT_EQ(StateOf("same"), v1::PrepJob::STATE_PENDING);
+  }
+  clock_.Advance(kFence);
+  WorkUntilDone("w2", "a");
+  EXPECT_EQ(controller_->GetManifest("a", 1)->uri(), "/out/y/manifest.json");
+  AwaitState("same", v1::PrepJob::STATE_SUCCEEDED);
+  KillAndRestart();
+  EXPECT_EQ(controller_->GetManifest("a", 1)->uri(), "/out/y/manifest.json");
 }
 
 TEST_P(RestartTest, AJobWhoseLeasesADrainHasClosedGoesOnAtOnce) {

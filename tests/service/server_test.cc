@@ -121,10 +121,22 @@ TEST_F(ServerTest, CreateIsIdempotentById) {
 TEST_F(ServerTest, UnknownJobsAreNotFound) {
   EXPECT_EQ(client_->Get("none").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(client_->Cancel("none").status().code(), absl::StatusCode::kNotFound);
-  EXPECT_EQ(client_->GetManifest("none").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(client_->GetManifest("none", 0).status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(client_->Watch("none", [](const v1::PrepJob&) { return true; }).code(),
             absl::StatusCode::kNotFound);
   EXPECT_EQ(ReasonOf(client_->Get("none").status()).reason, "JOB_NOT_FOUND");
+}
+
+TEST_F(ServerTest, ManifestsAreAskedForByTarget) {
+  const v1::PrepJobSpec spec = SpecOfSeveral("/models/a", {"/out/x", "/out/y"});
+  backend_.PutArtefact("/out/x", FakeBackend::FingerprintOf(spec, 0));
+  backend_.PutArtefact("/out/y", FakeBackend::FingerprintOf(spec, 1));
+  ASSERT_TRUE(CreateOverWire("a", spec).ok());
+  EXPECT_EQ(client_->GetManifest("a", 0)->uri(), "/out/x/manifest.json");
+  EXPECT_EQ(client_->GetManifest("a", 1)->uri(), "/out/y/manifest.json");
+  const absl::Status refused = client_->GetManifest("a", 2).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("2 targets"));
 }
 
 TEST_F(ServerTest, PlanAnswersOverTheWire) {
@@ -243,7 +255,7 @@ TEST_F(ServerTest, OversizedFieldsAndMessagesAreRefused) {
 TEST_F(ServerTest, MalformedIdsAreRefusedWhateverTheirSize) {
   for (const std::string& id : {std::string(), std::string("A"), std::string(1 << 20, 'a')}) {
     const absl::Status statuses[] = {client_->Get(id).status(), client_->Cancel(id).status(),
-                                     client_->GetManifest(id).status(),
+                                     client_->GetManifest(id, 0).status(),
                                      client_->Watch(id, [](const v1::PrepJob&) { return true; })};
     for (const absl::Status& status : statuses) {
       EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << id.size() << status;

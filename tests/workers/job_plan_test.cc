@@ -166,8 +166,12 @@ TEST_F(JobPlanTest, SpecsThatCannotBeMeantAreRefused) {
        absl::StatusCode::kInvalidArgument},
       {"relative", [](auto& s) { s.set_source_uri("a/b"); }, absl::StatusCode::kInvalidArgument},
       {"targets is empty", [](auto& s) { s.clear_targets(); }, absl::StatusCode::kInvalidArgument},
-      {"2 targets", [](auto& s) { *s.add_targets() = s.targets(0); },
-       absl::StatusCode::kUnimplemented},
+      {"2 targets, want one",
+       [](auto& s) {
+         *s.add_targets() = s.targets(0);
+         s.mutable_targets(1)->set_destination_uri("/elsewhere");
+       },
+       absl::StatusCode::kInvalidArgument},
       {"destination_uri is not set", [](auto& s) { s.mutable_targets(0)->clear_destination_uri(); },
        absl::StatusCode::kInvalidArgument},
       {"source itself",

@@ -65,7 +65,7 @@ TEST(SpanReader, EveryConsumerSeesItsSpansWholeWhateverTheRing) {
         SCOPED_TRACE(
             absl::StrCat("ring ", ring_bytes, " readers ", readers, " consumers ", consumers));
         std::vector<uint8_t> ring(ring_bytes);
-        SpanReader reader(plan, absl::MakeSpan(ring), consumers, readers, ReadModel, nullptr);
+        SpanReader reader(plan.spans, absl::MakeSpan(ring), consumers, readers, ReadModel, nullptr);
         const auto consume = [&](int consumer) {
           for (int64_t s = 0; s < static_cast<int64_t>(plan.spans.size()); ++s) {
             // Every span is somebody's, and most are everybody's.
@@ -96,7 +96,7 @@ TEST(SpanReader, AsManyReadsAreUnderWayAsWereAskedFor) {
     return ReadModel(range, out);
   };
   std::vector<uint8_t> ring(1 << 20);
-  SpanReader reader(plan, absl::MakeSpan(ring), 1, kReaders, read, nullptr);
+  SpanReader reader(plan.spans, absl::MakeSpan(ring), 1, kReaders, read, nullptr);
   for (int64_t s = 0; s < static_cast<int64_t>(plan.spans.size()); ++s) {
     const absl::StatusOr<SpanBytes> bytes = reader.MoveTo(0, s);
     ASSERT_TRUE(bytes.ok());
@@ -111,7 +111,7 @@ TEST(SpanReader, ASpanThatSomebodyStillUsesIsNotOverwritten) {
     plan.spans.push_back({.ranges = {{s, 0, 640, 0}}, .size_bytes = 640});
   }
   std::vector<uint8_t> ring(size_t{2} * 640);
-  SpanReader reader(plan, absl::MakeSpan(ring), 2, 4, ReadModel, nullptr);
+  SpanReader reader(plan.spans, absl::MakeSpan(ring), 2, 4, ReadModel, nullptr);
   const absl::StatusOr<SpanBytes> held = reader.MoveTo(1, 0);
   ASSERT_TRUE(held.ok());
   ASSERT_TRUE(reader.MoveTo(0, 0).ok());
@@ -134,6 +134,23 @@ TEST(SpanReader, ASpanThatSomebodyStillUsesIsNotOverwritten) {
   fast.join();
 }
 
+// A consumer that is needed late does not hold the ring.
+TEST(SpanReader, AConsumerThatPassesSpansGivesTheirRoomToOthers) {
+  const SpanPlan plan = RandomSpans(20, 100, 3);
+  std::vector<uint8_t> ring(size_t{3} * 100 + kSpanAlignment);  // for one at a time
+  SpanReader reader(plan.spans, absl::MakeSpan(ring), 2, 1, ReadModel, nullptr);
+  const auto last = static_cast<int64_t>(plan.spans.size()) - 1;
+  reader.Pass(1, last);
+  for (int64_t span = 0; span <= last; ++span) {
+    const auto bytes = reader.MoveTo(0, span);
+    ASSERT_TRUE(bytes.ok()) << bytes.status();
+    ExpectModelBytes(*bytes);
+  }
+  const auto late = reader.MoveTo(1, last);
+  ASSERT_TRUE(late.ok()) << late.status();
+  ExpectModelBytes(*late);
+}
+
 TEST(SpanReader, AFailedReadReachesEveryConsumerAndEndsReading) {
   const SpanPlan plan = RandomSpans(50, 100, 3);
   std::atomic<int> reads{0};
@@ -143,7 +160,7 @@ TEST(SpanReader, AFailedReadReachesEveryConsumerAndEndsReading) {
   };
   std::vector<uint8_t> ring(1 << 20);
   {
-    SpanReader reader(plan, absl::MakeSpan(ring), 3, 1, read, nullptr);
+    SpanReader reader(plan.spans, absl::MakeSpan(ring), 3, 1, read, nullptr);
     for (int consumer = 0; consumer < 3; ++consumer) {
       EXPECT_EQ(reader.MoveTo(consumer, 49).status(), absl::UnavailableError("fourth read"));
     }
@@ -159,7 +176,7 @@ TEST(SpanReader, AFailureElsewhereWakesThoseWhoWait) {
     return ReadModel(range, out);
   };
   std::vector<uint8_t> ring(1 << 20);
-  SpanReader reader(plan, absl::MakeSpan(ring), 1, 2, read, nullptr);
+  SpanReader reader(plan.spans, absl::MakeSpan(ring), 1, 2, read, nullptr);
   absl::Status waited;
   std::thread consumer([&] { waited = reader.MoveTo(0, 0).status(); });
   reader.Fail(absl::AbortedError("lease over"));
@@ -178,7 +195,7 @@ TEST(SpanReader, StopEndsTheWaitForAReadThatDoesNotEnd) {
   };
   std::atomic<bool> stop{false};
   std::vector<uint8_t> ring(1 << 20);
-  SpanReader reader(plan, absl::MakeSpan(ring), 1, 1, read, &stop);
+  SpanReader reader(plan.spans, absl::MakeSpan(ring), 1, 1, read, &stop);
   absl::Status waited;
   std::thread consumer([&] { waited = reader.MoveTo(0, 2).status(); });
   begun.WaitForNotification();

@@ -120,6 +120,20 @@ class FetchTest(TestCase):
                          want=["FAILED_PRECONDITION", "is not signed"])
         self.assertFalse((self.dir / "none").exists())
 
+    def test_a_source_behind_links_is_signed_for_only_where_they_may_lead(self):
+        key, public = self.make_key("ours")
+        source, artefact = self.dir / "linked", self.dir / "prepared"
+        source.mkdir()
+        for path in self.source.iterdir():
+            (source / path.name).symlink_to(path)
+        roots = ["--allow-source-root", self.source]
+        self.run_ok("shardprep", *prepare_arguments(source, artefact, 8, *roots))
+        sign = ["sign", artefact, "--sign-key", key, "--source", source]
+        self.run_refused("shardprep", *sign, want=["FAILED_PRECONDITION", str(source)])
+        self.assertFalse((artefact / "manifest.json.sig").exists())
+        self.run_ok("shardprep", *sign, *roots)
+        self.run_ok("shardprep", "verify", artefact, "--trust", public, "--source", source, *roots)
+
     def test_a_key_that_cannot_be_used_is_refused_before_the_first_byte(self):
         (self.dir / "bad.pem").write_text("no key")
         destination = self.dir / "prepared"

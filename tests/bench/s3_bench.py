@@ -17,7 +17,10 @@ compare, to see that it runs.
 
 Client and server share this machine. Where they keep all its cores busy, each second of CPU that
 verification takes is a second that the server lacks, and no overlap hides it: the least ratio of
-times is then that of the CPU seconds of both sides together. Those are printed, of the clients.
+times is then that of the CPU seconds of both sides together. Those are printed, of the clients. To
+time clients that take nothing from their server, as in production, give each cores of its own:
+
+  taskset -c 0 tests/support/s3_servers/rgw.sh run taskset -c 1 tests/bench/s3_bench.py --streams 2
 """
 
 import argparse

@@ -7,7 +7,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "kernels/status_macros.h"
 #include "service/job_queue_types.h"
 
@@ -24,7 +26,9 @@ absl::StatusOr<nlohmann::json> ParseList(const std::string& text) {
     if (event == nlohmann::json::parse_event_t::object_end) open.pop_back();
     if (event == nlohmann::json::parse_event_t::key) {
       const auto key = value.get<std::string>();
-      if (!open.back().insert(key).second && twice.empty()) twice = key;
+      // A field may be spelled destination_uri or destinationUri.
+      const std::string field = absl::AsciiStrToLower(absl::StrReplaceAll(key, {{"_", ""}}));
+      if (!open.back().insert(field).second && twice.empty()) twice = key;
     }
     return true;
   };

@@ -52,6 +52,7 @@ TEST(TargetsFile, EverythingElseIsRefusedNamingTheEntry) {
        "targets[0]: "},
       {R"([{"destination_uri": "a", "naming": "vllm", "naming": "sglang"}])",
        "\"naming\" is given twice"},
+      {R"([{"destination_uri": "a", "destinationUri": "b"}])", "\"destinationUri\" is given twice"},
   };
   for (const Case& c : cases) {
     const absl::Status refused = ParseTargets(c.text).status();

@@ -190,6 +190,10 @@ std::string SpaceWarning(const std::string& place, const v1::PlanSummary& plan) 
 }
 
 std::string ReadWarning(int32_t ranks_per_lease, int32_t ranks) {
+  if (ranks_per_lease >= ranks) {
+    return "warning: ranks hold experts in orders that contradict each other, and parts of the "
+           "source are read more than once under any memory budget\n";
+  }
   return absl::StrCat("warning: with this memory budget a lease covers ", ranks_per_lease, " of ",
                       ranks, " ranks, and parts of the source are read more than once\n");
 }

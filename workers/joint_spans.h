@@ -11,8 +11,9 @@
 // where
 //   some want them alternating, pieces hold the rows of both, and for a rank that wants gate first
 //   the piece cannot end inside of its rows.
-// Experts follow in the order of the ranks' slots. Where orders contradict each other, which only
-// explicit maps bring about, or a rank holds two copies of an expert, it is read again.
+// Experts follow in the order of the ranks' slots. Where orders contradict each other, or a rank
+// holds two copies of an expert, it is read again. Explicit maps bring that about, and copies of
+// experts beside a target that takes all of them in order: the copies of the first come last.
 #pragma once
 
 #include <cstdint>

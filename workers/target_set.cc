@@ -208,19 +208,23 @@ absl::Status TargetSet::SummarizeJoint(int64_t minimum_budget, int64_t memory_bu
     SetFigures(read, minimum_budget, read_once, per_lease, summary_);
     return absl::OkStatus();
   }
-  SummarizeTargets();
+  SP_RETURN_IF_ERROR(SummarizeTargets(memory_budget_bytes));
   SetFigures(read, minimum_budget, read_once, per_lease, *summary_.mutable_joint());
   return absl::OkStatus();
 }
 
-void TargetSet::SummarizeTargets() {
-  v1::JointPlan& joint = *summary_.mutable_joint();
+// The figures of each target are those of a job of its own, which reads copies of experts once too.
+absl::Status TargetSet::SummarizeTargets(int64_t memory_budget_bytes) {
+  int64_t output_bytes = 0;
   for (size_t t = 0; t < plans_.size(); ++t) {
-    const v1::PlanSummary& own = plans_[t]->summary;
-    if (t > 0) *summary_.add_other_targets() = own;
-    joint.set_output_bytes(joint.output_bytes() + own.output_bytes());
+    SP_ASSIGN_OR_RETURN(const auto own, Make(plans_[t]->spec, {plans_[t]}, memory_budget_bytes));
+    (t == 0 ? summary_ : *summary_.add_other_targets()) = own->summary();
+    output_bytes += own->summary().output_bytes();
   }
+  v1::JointPlan& joint = *summary_.mutable_joint();
+  joint.set_output_bytes(output_bytes);
   joint.set_needed_bytes(plans_.front()->slices.NeededSourceBytes());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<const TargetSet>> PlanTargets(const v1::PrepJobSpec& spec,

@@ -73,7 +73,7 @@ class TargetSet {
   int64_t ReadBytesOf(int32_t region, int32_t per_lease) const;
   absl::Status PlanJoint(int64_t memory_budget_bytes);
   absl::Status SummarizeJoint(int64_t minimum_budget, int64_t memory_budget_bytes);
-  void SummarizeTargets();
+  absl::Status SummarizeTargets(int64_t memory_budget_bytes);
 
   v1::PrepJobSpec spec_;
   std::vector<std::shared_ptr<const JobPlan>> plans_;

@@ -224,6 +224,9 @@ TEST(PlanReport, WarningsOfSeveralTargetsAreOfTheReadsTogetherAndOfEachPlace) {
   EXPECT_THAT(report, HasSubstr("warning: the destination of targets[1] has 5 B too little space"));
   EXPECT_THAT(report, HasSubstr("a lease covers 7 of 12 ranks"));
   EXPECT_THAT(report, HasSubstr("warning: targets[1]: something else"));
+  plan.mutable_joint()->set_ranks_per_lease(12);
+  EXPECT_THAT(PlanReport(SpecOfTwo(), plan), HasSubstr("orders that contradict each other"))
+      << "a larger budget would not help";
 }
 
 TEST(PlanReport, UnknownSpaceIsNotShownAsNone) {

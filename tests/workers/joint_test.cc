@@ -623,6 +623,31 @@ TEST_F(TargetSetTest, CopiesOfExpertsAreReadOnce) {
   EXPECT_GT((*tight)->summary().read_amplification(), 1.0);
 }
 
+TEST_F(TargetSetTest, TheFiguresOfEachTargetAreThoseOfAJobOfItsOwn) {
+  v1::ParallelLayout& parallel = *spec_.mutable_targets(0)->mutable_parallel_layout();
+  parallel.set_expert_parallel_size(4);
+  parallel.set_redundant_experts(4);
+  v1::PrepJobSpec one = spec_;
+  one.mutable_targets()->RemoveLast();
+  const auto alone = PlanTargets(one, {});
+  ASSERT_TRUE(alone.ok()) << alone.status();
+  const auto first = PlanTargets(spec_, {});
+  ASSERT_TRUE(first.ok()) << first.status();
+  spec_.mutable_targets()->SwapElements(0, 1);
+  const auto second = PlanTargets(spec_, {});
+  ASSERT_TRUE(second.ok()) << second.status();
+  const v1::PlanSummary& want = (*alone)->summary();
+  for (const v1::PlanSummary& own : {(*first)->summary(), (*second)->summary().other_targets(0)}) {
+    EXPECT_EQ(own.read_bytes(), want.read_bytes());
+    EXPECT_EQ(own.read_amplification(), want.read_amplification());
+    EXPECT_EQ(own.minimum_memory_budget_bytes(), want.minimum_memory_budget_bytes());
+    EXPECT_EQ(own.read_once_memory_budget_bytes(), want.read_once_memory_budget_bytes());
+    EXPECT_EQ(own.ranks_per_lease(), want.ranks_per_lease());
+  }
+  // Together some experts are read again: the copies of the first come last in the one target.
+  EXPECT_GT((*first)->summary().joint().read_amplification(), 1.0);
+}
+
 TEST_F(TargetSetTest, ErrorsSayWhichTargetTheyAreAbout) {
   const std::pair<const char*, std::function<void(v1::PrepJobSpec&)>> cases[] = {
       {"targets[1]: parallel_layout.tensor_parallel_size is 0",

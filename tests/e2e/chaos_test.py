@@ -13,11 +13,16 @@ A round runs one small job, does it one harm at a random moment, lets whoever is
  - parts that were recorded when the harm was done are not written again, and what has to be is at
    most the parts of the leases in hand.
 
-A failing round prints its seed and number; the same seed chooses the same faults and moments.
+Some jobs have several targets, and all of this holds for each of them: its bytes are those of an
+undisturbed job of its own.
+
+A failing round prints its seed and number; the same seed chooses the same faults, moments and
+targets.
 """
 
 import argparse
 import concurrent.futures
+import json
 import os
 import pathlib
 import random
@@ -32,12 +37,20 @@ import unittest
 
 sys.dont_write_bytecode = True
 from controller import Controller
-from support import (Process, describe, file_hashes, is_alive, make_checkpoint, prepare_arguments,
-                     read_json, run, wait_until, workers_of)
+from support import (Process, describe, file_hashes, is_alive, make_checkpoint, read_json, run,
+                     tree_bytes, wait_until, workers_of)
 
-RANKS = 4
+# Fields of shardprep.v1.Target. A job with one target has the first.
+TARGETS = [
+    {"parallel_layout": {"tensor_parallel_size": 4}},
+    {"parallel_layout": {"tensor_parallel_size": 2},
+     "kernel_target": {"profile": "aiter-interleaved"}},
+    {"parallel_layout": {"tensor_parallel_size": 2, "expert_parallel_size": 2}},
+]
+SEVERAL_TARGETS = 0.4  # of the rounds
 LOCAL_WORKERS = 2
 SHORT_PARALLEL = 4
+RECORD_BYTES = 1 << 14  # more than the record of a part has, which may be unfinished too
 LEASE = "20s"  # the shortest that a controller takes
 END_TIMEOUT_S = 240
 PROGRAM_FAILED = (1, 130)
@@ -48,21 +61,41 @@ def make_source(directory):
     return make_checkpoint(directory, hidden=512, intermediate=1024, experts=8, layers=12, files=6)
 
 
-class Yardstick:
-    """An undisturbed run: its bytes, and how long it takes."""
+class Undisturbed:
+    """A job of its own that makes one target: its bytes, and how long it takes."""
 
-    def __init__(self, directory):
-        self.source = make_source(directory / "source")
-        self.destination = directory / "undisturbed"
+    def __init__(self, source, target, directory):
+        self.target = target
+        self.ranks = target["parallel_layout"]["tensor_parallel_size"]
+        self.destination = directory / "prepared"
         start = time.monotonic()
-        result = run("shardprep", *prepare_arguments(self.source, self.destination, RANKS))
+        result = run("shardprep", *prepare_targets(source, {self.destination: self}, directory))
         if result.returncode != 0:
             raise AssertionError(describe(result))
         self.seconds = time.monotonic() - start
         self.hashes = file_hashes(self.destination)
         self.content_id = read_json(self.destination / "manifest.json")["content_id"]
+        self.total_bytes = tree_bytes(self.destination)
         self.part_bytes = max(path.stat().st_size
                               for path in self.destination.glob("*.safetensors"))
+
+
+class Yardstick:
+    """The source, and undisturbed jobs on it, one for each of TARGETS."""
+
+    def __init__(self, directory):
+        self.source = make_source(directory / "source")
+        self.jobs = []
+        for number, target in enumerate(TARGETS):
+            own = directory / str(number)
+            own.mkdir()
+            self.jobs.append(Undisturbed(self.source, target, own))
+
+    def choose(self, chance):
+        """The jobs whose targets a round has together."""
+        if chance.random() >= SEVERAL_TARGETS:
+            return self.jobs[:1]
+        return chance.sample(self.jobs, chance.choice([2, 3]))
 
 
 class Round:
@@ -72,11 +105,15 @@ class Round:
         self.yardstick, self.number, self.fault = yardstick, number, fault
         self.random = random.Random(f"{seed}/{number}")
         self.dir = pathlib.Path(tempfile.mkdtemp(prefix="shardprep-chaos-"))
-        self.destination = self.dir / "prepared"
+        jobs = yardstick.choose(self.random)
+        self.lie_below(self.dir, jobs)
+        # Targets that are made together share the reading, and the start.
+        self.seconds = jobs[0].seconds * (1 + len(jobs)) / 2
         self.source = yardstick.source
-        self.redone_bytes = 0
+        self.redone_bytes = {}  # by destination
         self.recorded = {}
         self.source_is_harmed = False
+        self.robbed = set()  # destinations of which files were removed
         self._cleanups = []
 
     def addCleanup(self, function, *arguments, **options):
@@ -91,94 +128,101 @@ class Round:
         if not condition:
             raise AssertionError(f"round {self.number} ({self.fault}): {what}")
 
-    # --- what lies at the destination -------------------------------------------------------------
+    # --- what lies at the destinations ------------------------------------------------------------
 
-    def journal(self):
-        """Key of each recorded part that is there as recorded -> its version."""
-        found = {}
-        for path in self.destination.glob("_shardprep/*/*.json"):
-            try:
-                record = read_json(path)
-                part = self.destination / record["file"]["key"]
-                if version_of(part) == record["etag"]:
-                    found[part.name] = record["etag"]
-            except (KeyError, OSError, ValueError):
-                pass  # a commit's intent, or gone since the listing
-        return found
+    def lie_below(self, directory, jobs):
+        """Destination of each target -> the undisturbed job that made it, in the job's order."""
+        self.places = {directory / f"prepared-{number}": job for number, job in enumerate(jobs)}
+
+    def find(self, pattern):
+        """What the destinations have by that pattern."""
+        return sorted(path for place in self.places for path in place.glob(pattern))
 
     def note_harm(self):
         """Taken when the fault has happened and its victim writes no more: what is recorded, and
         what is not and therefore made again (of workers that live, it may still be finished)."""
-        if (self.destination / "manifest.json").exists():
-            return
-        self.recorded = self.journal()
-        self.redone_bytes = sum(
-            size_of(path) for pattern in ("_shardprep/tmp/*", "*.safetensors")
-            for path in self.destination.glob(pattern) if path.name not in self.recorded)
+        for place in self.places:
+            if (place / "manifest.json").exists():
+                continue
+            recorded = journal(place)
+            self.recorded.update(recorded)
+            self.redone_bytes[place] = sum(
+                size_of(path) for pattern in ("_shardprep/tmp/*", "*.safetensors")
+                for path in place.glob(pattern) if path not in recorded)
 
     def check_redone(self):
         """Recorded parts were taken as they are; what was lost is in the leases in hand."""
-        for name, version in self.recorded.items():
-            path = self.destination / name
+        for path, version in self.recorded.items():
             self.check(path.exists() and version_of(path) == version,
-                       f"{name} was recorded, and yet made again")
-        bound = LOCAL_WORKERS * RANKS * self.yardstick.part_bytes
-        self.check(self.redone_bytes <= bound,
-                   f"{self.redone_bytes} bytes were lost, at most {bound} may be")
+                       f"{path} was recorded, and yet made again")
+        for place, lost in self.redone_bytes.items():
+            job = self.places[place]
+            bound = LOCAL_WORKERS * job.ranks * (job.part_bytes + RECORD_BYTES)
+            self.check(lost <= bound, f"{lost} bytes of {place} were lost, at most {bound} may be")
 
-    def is_undisturbed(self):
+    def is_undisturbed(self, place):
         """Whether the files are those of an undisturbed run. The manifest of a copied source names
         other file versions."""
-        found = file_hashes(self.destination)
-        manifest = read_json(self.destination / "manifest.json")
+        job = self.places[place]
+        found = file_hashes(place)
+        manifest = read_json(place / "manifest.json")
         own = {"manifest.json": found["manifest.json"]} if self.source != self.yardstick.source \
             else {}
-        return (found == {**self.yardstick.hashes, **own}
-                and manifest["content_id"] == self.yardstick.content_id)
+        return found == {**job.hashes, **own} and manifest["content_id"] == job.content_id
 
-    def check_success(self):
-        if self.is_undisturbed():
+    def check_whole(self, place):
+        if self.is_undisturbed(place):
             return
         # Harmed before it was read, a source is another source, and this its artefact.
-        verified = self.source_is_harmed and run("shardprep", "verify", self.destination,
-                                                 "--source", self.source).returncode == 0
-        self.check(verified, "the files differ from those of an undisturbed run")
+        verified = self.source_is_harmed and run("shardprep", "verify", place, "--source",
+                                                 self.source).returncode == 0
+        self.check(verified, f"the files of {place} differ from those of an undisturbed run")
+
+    def check_success(self):
+        for place in self.places:
+            self.check_whole(place)
+
+    def published(self):
+        """Targets that were published before a job came to its end without all of them: they stay,
+        whole."""
+        places = [place for place in self.places if (place / "manifest.json").exists()]
+        for place in places:
+            if place not in self.robbed:
+                self.check_whole(place)
+        return places
 
     def check_failure(self, cause):
         """`cause` is what the user is told."""
         self.check(cause.strip(), "no cause is given")
-        self.check(not (self.destination / "manifest.json").exists(),
-                   f"a manifest in spite of: {cause}")
-        accounted = set()
-        for path in self.destination.glob("_shardprep/*/*.json"):
-            document = read_json(path)
-            if "file" in document:
-                accounted.add(document["file"]["key"])
-            else:  # what an unfinished commit was about to create
-                accounted.update(file["key"] for name in ("rank_manifests", "copied_files")
-                                 for file in document[name])
-        for name in file_hashes(self.destination) if self.destination.exists() else ():
-            self.check(name.startswith("_shardprep/") or name in accounted,
-                       f"{name} is at the destination of a job that failed with: {cause}")
+        published = self.published()
+        self.check(len(published) < len(self.places), f"every manifest in spite of: {cause}")
+        for place in self.places.keys() - published:
+            accounted = accounted_for(place)
+            for name in file_hashes(place) if place.exists() else ():
+                self.check(name.startswith("_shardprep/") or name in accounted,
+                           f"{name} is in {place} after: {cause}")
 
     def check_gone(self):
         """After a cancellation."""
-        left = sorted(file_hashes(self.destination)) if self.destination.exists() else []
-        self.check(not left, f"a cancelled job left {left[:5]}")
+        published = self.published()
+        self.check(len(published) < len(self.places), "a cancelled job left every target")
+        for place in self.places.keys() - published:
+            left = sorted(file_hashes(place)) if place.exists() else []
+            self.check(not left, f"a cancelled job left {left[:5]} in {place}")
 
     # --- the course of a round --------------------------------------------------------------------
 
     def moment(self):
         """Waits for a random moment of a job that was just started."""
-        time.sleep(self.random.uniform(0.05, 1.1) * self.yardstick.seconds)
+        time.sleep(self.random.uniform(0.05, 1.1) * self.seconds)
 
     def own_source(self):
         self.source = self.dir / "source"
         shutil.copytree(self.yardstick.source, self.source)
 
     def start_prepare(self):
-        return Process(self, "shardprep", *prepare_arguments(
-            self.source, self.destination, RANKS, "--workers", LOCAL_WORKERS))
+        return Process(self, "shardprep", *prepare_targets(
+            self.source, self.places, self.dir, "--workers", LOCAL_WORKERS))
 
     def finish_prepare(self, process):
         """Waits for `prepare`; True when it succeeded, with everything checked either way."""
@@ -232,7 +276,8 @@ class Round:
 
     def create(self, controller, job_id="job"):
         client = controller.client
-        client.create(job_id, client.spec(self.source, self.destination, RANKS))
+        client.create(job_id, client.target.PrepJobSpec(source_uri=str(self.source), targets=[
+            client.target.Target(**target) for target in targets_of(self.places)]))
 
     def finish_job(self, controller, job_id="job"):
         """The name of the job's final state, with everything checked."""
@@ -310,7 +355,9 @@ class Round:
         self.source_is_harmed = True
         harm(self.random.choice(sorted(self.source.glob("*.safetensors"))))
         if not self.finish_prepare(process):
-            # The operator puts the file right.
+            # The operator puts the file right, and removes what was published of the source before.
+            for place in self.published():
+                shutil.rmtree(place)
             shutil.rmtree(self.source)
             self.own_source()
             self.source_is_harmed = False
@@ -348,7 +395,7 @@ class Round:
     def fault_temporaries_removed(self):
         process = self.start_prepare()
         self.moment()
-        for path in self.destination.glob("_shardprep/tmp/*"):
+        for path in self.find("_shardprep/tmp/*"):
             path.unlink(missing_ok=True)
         if not self.finish_prepare(process):
             self.must_succeed(self.start_prepare())
@@ -356,8 +403,10 @@ class Round:
     def fault_parts_removed(self):
         process = self.start_prepare()
         self.moment()
-        for path in sorted(self.destination.glob("*.safetensors"))[:2]:
+        parts = self.find("*.safetensors")
+        for path in (parts[0], parts[-1]) if parts else ():
             path.unlink(missing_ok=True)
+            self.robbed.add(path.parent)
         code = process.wait(END_TIMEOUT_S)
         # Found before the commit, or removed from a whole artefact, which another run makes whole.
         if code != 0:
@@ -366,12 +415,12 @@ class Round:
         self.check(self.finish_prepare(again), again.log())
 
     def fault_disk_full(self):
-        total = sum(path.stat().st_size for path in self.yardstick.destination.glob("*"))
+        total = sum(job.total_bytes for job in self.places.values())
         with Tmpfs(self.dir / "small", int(self.random.uniform(0.2, 0.9) * total)) as small:
             if not small:
                 self.fault = "prepare_killed"  # this user may not mount
                 return self.fault_prepare_killed()
-            self.destination = small / "prepared"
+            self.lie_below(small, list(self.places.values()))
             refused = self.start_prepare()
             self.check(not self.finish_prepare(refused), "a job fits where it cannot")
             resize(small, 2 * total)
@@ -395,6 +444,44 @@ SLOW_FAULTS = ["controller_killed", "controller_drained", "worker_asleep"]
 
 
 # --- what rounds use ------------------------------------------------------------------------------
+
+def targets_of(places):
+    return [{**job.target, "destination_uri": str(place)} for place, job in places.items()]
+
+
+def prepare_targets(source, places, directory, *more):
+    """The arguments of a `prepare`, whose targets file lies in `directory`."""
+    file = directory / "targets.json"
+    file.write_text(json.dumps(targets_of(places)))
+    return ["prepare", "--source", source, "--targets", file, *more]
+
+
+def journal(place):
+    """Each recorded part that is there as recorded -> its version."""
+    found = {}
+    for path in place.glob("_shardprep/*/*.json"):
+        try:
+            record = read_json(path)
+            part = place / record["file"]["key"]
+            if version_of(part) == record["etag"]:
+                found[part] = record["etag"]
+        except (KeyError, OSError, ValueError):
+            pass  # a commit's intent, or gone since the listing
+    return found
+
+
+def accounted_for(place):
+    """Keys of which the journal knows."""
+    keys = set()
+    for path in place.glob("_shardprep/*/*.json"):
+        document = read_json(path)
+        if "file" in document:
+            keys.add(document["file"]["key"])
+        else:  # what an unfinished commit was about to create
+            keys.update(file["key"] for name in ("rank_manifests", "copied_files")
+                        for file in document[name])
+    return keys
+
 
 def version_of(path):
     """As the directory store says it."""
@@ -455,9 +542,11 @@ def run_round(yardstick, seed, number, fault, report):
     one = Round(yardstick, seed, number, fault)
     try:
         one.run()
+        redone = sum(one.redone_bytes.values())
         report(f"round {number:3} {one.fault:20} ok {time.monotonic() - start:6.1f} s"
-               f"   {len(one.recorded):2} parts recorded, {one.redone_bytes:9} bytes redone")
-        return one.redone_bytes
+               f"   {len(one.places)} targets, {len(one.recorded):2} parts recorded,"
+               f" {redone:9} bytes redone")
+        return redone
     finally:
         one.close()
 

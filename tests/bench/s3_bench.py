@@ -1,5 +1,5 @@
 #!/usr/bin/python3
-"""Times uploads and fetches against the plainest way of moving the same bytes.
+r"""Times uploads and fetches against the plainest way of moving the same bytes.
 
   tests/support/s3_servers/rgw.sh run tests/bench/s3_bench.py [--bin DIR] [--yardstick FILE]
       [--tmpfs-dir DIR] [--experts N] [--streams N] [--repetitions N] [--smoke]
@@ -20,7 +20,8 @@ verification takes is a second that the server lacks, and no overlap hides it: t
 times is then that of the CPU seconds of both sides together. Those are printed, of the clients. To
 time clients that take nothing from their server, as in production, give each cores of its own:
 
-  taskset -c 0 tests/support/s3_servers/rgw.sh run taskset -c 1 tests/bench/s3_bench.py --streams 2
+  taskset -c 0 tests/support/s3_servers/rgw.sh run taskset -c 1 tests/bench/s3_bench.py \
+      --streams 2 --experts 12
 """
 
 import argparse

@@ -66,25 +66,11 @@ class BlockWriter {
       WriteBlock(rows, present, out);
     } else {
       WriteBlock(rows, present, staged_.data());
-      PrefetchNext(rows);
       kernels_.copy_streaming(staged_.data(), block_bytes(), out);
     }
   }
 
  private:
-  // Asks for the source of the block that follows, where rows lie at equal distances, so that it
-  // arrives while this one is written. A hint, so the addresses may be anything.
-  void PrefetchNext(const uint8_t* const* rows) const {
-    constexpr int64_t kLine = 64;
-    const auto distance = static_cast<uintptr_t>(tile_rows_ * (rows[1] - rows[0]));
-    for (int64_t row = 0; row < tile_rows_; ++row) {
-      const uintptr_t next = reinterpret_cast<uintptr_t>(rows[row]) + distance;
-      for (int64_t col = 0; col < job_.native_cols; col += kLine) {
-        __builtin_prefetch(reinterpret_cast<const void*>(next + static_cast<uintptr_t>(col)));
-      }
-    }
-  }
-
   void WriteBlock(const uint8_t** rows, int present, uint8_t* out) {
     const int64_t native_cols = present == 0 ? 0 : job_.native_cols;
     if (present != 0 && present != tile_rows_) PointPadsAtZeros(rows);
@@ -102,7 +88,7 @@ class BlockWriter {
   static TileLoop StreamingLoopOf(const ShuffleJob& job, const TileKernels& kernels,
                                   TileKind tile) {
     if (tile == TileKind::k16x16) return kernels.k16x16_streaming;
-    const bool pairs_of_tiles = job.native_cols % (2 * TileCols(TileKind::kE8m0)) == 0;
+    const bool pairs_of_tiles = job.native_cols % (int64_t{2} * TileCols(TileKind::kE8m0)) == 0;
     return tile == TileKind::kE8m0 && pairs_of_tiles ? kernels.e8m0_streaming : nullptr;
   }
 

@@ -22,6 +22,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <set>
 #include <string>
@@ -201,8 +202,8 @@ class World {
 
   // Some of the destinations, each once.
   std::vector<JobPlace> SomePlaces() {
-    std::vector<int> left;
-    for (int i = 0; i < kDestinations; ++i) left.push_back(i);
+    std::vector<int> left(kDestinations);
+    std::iota(left.begin(), left.end(), 0);
     const int count = kTargetCounts[choices_.Below(4)];
     std::vector<JobPlace> places;
     for (int t = 0; t < count; ++t) {

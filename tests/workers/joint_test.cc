@@ -282,9 +282,9 @@ class JointTest : public ::testing::TestWithParam<Case> {
       EXPECT_GT(own_keys.size(), 4U);
       EXPECT_EQ(Keys(joint), own_keys);
       for (const std::string& key : own_keys) {
-        const std::string expected = ReadFile(own_path + "/" + key);
+        const std::string expected = ReadFile(absl::StrCat(own_path, "/", key));
         EXPECT_FALSE(expected.empty()) << key;
-        EXPECT_TRUE(ReadFile(joint_path + "/" + key) == expected) << key << " differs";
+        EXPECT_TRUE(ReadFile(absl::StrCat(joint_path, "/", key)) == expected) << key << " differs";
       }
     }
   }

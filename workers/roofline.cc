@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -24,13 +23,13 @@
 #include "workers/digest.h"
 #include "workers/object_store.h"
 #include "workers/open_store.h"
+#include "workers/work_memory.h"
 
 namespace shardprep {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr size_t kPageBytes = 4096;
 constexpr int64_t kCopyBytes = kRooflineBufferBytes / 2;
 // Of one repetition of what stays in cache: some milliseconds of the fastest.
 constexpr int64_t kCachedBytes = int64_t{128} << 20;
@@ -39,18 +38,12 @@ constexpr int64_t kExpertRows = 768;
 constexpr int64_t kWeightCols = 3584;
 constexpr int64_t kScaleCols = 224;
 
-struct Freed {
-  void operator()(uint8_t* buffer) const { std::free(buffer); }
-};
-using Buffer = std::unique_ptr<uint8_t, Freed>;
-
-// Touched, so that no page is made while it is measured.
-Buffer TouchedBuffer(int64_t size_bytes) {
-  const size_t size = (static_cast<size_t>(size_bytes) + kPageBytes - 1) / kPageBytes * kPageBytes;
-  Buffer buffer(static_cast<uint8_t*>(std::aligned_alloc(kPageBytes, size)));
-  SP_CHECK(buffer != nullptr);
-  for (size_t k = 0; k < size; ++k) buffer.get()[k] = static_cast<uint8_t>(k * 31 + (k >> 8));
-  return buffer;
+// Of bytes that differ, since a file system may treat those that do not in its own way.
+WorkMemory FilledMemory(int64_t size_bytes) {
+  WorkMemory memory(size_bytes);
+  const absl::Span<uint8_t> bytes = memory.bytes();
+  for (size_t k = 0; k < bytes.size(); ++k) bytes[k] = static_cast<uint8_t>(k * 31 + (k >> 8));
+  return memory;
 }
 
 // Keeps the compiler from dropping what nobody reads.
@@ -84,7 +77,7 @@ class Bench {
 
   absl::StatusOr<std::vector<Roofline>> Run() {
     for (int t = 0; t < options_.threads; ++t) {
-      buffers_.push_back(TouchedBuffer(kRooflineBufferBytes));
+      buffers_.push_back(FilledMemory(kRooflineBufferBytes));
     }
     SP_ASSIGN_OR_RETURN(store_, OpenStore(options_.directory, {}));
     const absl::Cleanup remove = [this] {
@@ -126,7 +119,7 @@ class Bench {
 
   int64_t FileBytes() const { return options_.file_bytes / options_.threads; }
   static std::string FileName(int thread) { return absl::StrCat("roofline-", thread); }
-  uint8_t* Memory(int thread) const { return buffers_[thread].get(); }
+  uint8_t* Memory(int thread) const { return buffers_[thread].bytes().data(); }
   absl::Span<const uint8_t> Block(int thread) const { return {Memory(thread), kBlockBytes}; }
 
   absl::Status Copy(int thread) {
@@ -185,7 +178,7 @@ class Bench {
 
   const RooflineOptions& options_;
   std::unique_ptr<ObjectStore> store_;
-  std::vector<Buffer> buffers_;
+  std::vector<WorkMemory> buffers_;
   std::vector<Roofline> results_;
 };
 

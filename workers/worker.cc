@@ -1,7 +1,6 @@
 #include "workers/worker.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <map>
 #include <thread>
 #include <utility>
@@ -29,7 +28,6 @@ namespace {
 
 constexpr absl::Duration kFirstRetry = absl::Milliseconds(100);
 constexpr absl::Duration kLastRetry = absl::Seconds(2);
-constexpr size_t kPageBytes = 4096;
 
 absl::Duration FromProto(const google::protobuf::Duration& duration) {
   return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
@@ -114,8 +112,7 @@ Worker::Worker(WorkerOptions options, ControllerLink* link, Shuffler* shuffler, 
       shuffler_(shuffler),
       clock_(clock),
       metrics_(metrics),
-      last_turn_(clock->Monotonic()),
-      memory_(nullptr, [](uint8_t* p) { std::free(p); }) {}
+      last_turn_(clock->Monotonic()) {}
 
 Worker::~Worker() {
   std::list<std::unique_ptr<HeldLease>> held;
@@ -431,19 +428,15 @@ absl::StatusOr<std::shared_ptr<const TargetSet>> Worker::TargetsFor(const v1::Le
   return targets_;
 }
 
-// Grows to what the largest lease needed and is kept, because the first touch of fresh memory costs
-// more than copying it.
+// Grows to what the largest lease needed and is kept.
 absl::Span<uint8_t> Worker::MemoryFor(const MemoryNeed& need, int32_t ranks) {
   const int64_t want =
       std::min(options_.memory_budget_bytes, need.Most(ranks, std::min(ranks, options_.threads)));
-  if (memory_bytes_ < want) {
-    memory_.reset();
-    const size_t size = (static_cast<size_t>(want) + kPageBytes - 1) / kPageBytes * kPageBytes;
-    memory_.reset(static_cast<uint8_t*>(std::aligned_alloc(kPageBytes, size)));
-    SP_CHECK(memory_ != nullptr);
-    memory_bytes_ = want;
+  if (static_cast<int64_t>(memory_.bytes().size()) < want) {
+    memory_ = WorkMemory();  // not both at a time
+    memory_ = WorkMemory(want);
   }
-  return absl::MakeSpan(memory_.get(), memory_bytes_);
+  return memory_.bytes();
 }
 
 void Worker::WaitForNextTurn(absl::Duration at_most) {

@@ -21,6 +21,7 @@
 #include "workers/clock.h"
 #include "workers/job_plan.h"
 #include "workers/object_store.h"
+#include "workers/work_memory.h"
 
 namespace shardprep {
 
@@ -122,8 +123,7 @@ class Worker {
   // them.
   absl::Mutex work_mu_;
   std::shared_ptr<const TargetSet> targets_ ABSL_GUARDED_BY(work_mu_);
-  std::unique_ptr<uint8_t, void (*)(uint8_t*)> memory_ ABSL_GUARDED_BY(work_mu_);
-  int64_t memory_bytes_ ABSL_GUARDED_BY(work_mu_) = 0;
+  WorkMemory memory_ ABSL_GUARDED_BY(work_mu_);
 };
 
 }  // namespace shardprep

@@ -33,6 +33,7 @@
 #include "workers/artifact.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -594,10 +595,19 @@ absl::Status CheckNames(const JobPlan& plan, ObjectStore& source, const Destinat
 
 // -- Removing --
 
+// Many at once: where each is a request, and where a file system puts names on the disk for all
+// that wait for it.
+absl::Status DeleteAll(ObjectStore& store, const std::vector<std::string>& keys) {
+  return TryForEachAtOnce(static_cast<int64_t>(keys.size()), kRequestsAtOnce,
+                          [&](int64_t k) { return store.Delete(keys[static_cast<size_t>(k)]); });
+}
+
 absl::Status DeleteBelow(ObjectStore& store, const std::string& prefix) {
   SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, store.List(prefix));
-  for (const ObjectEntry& entry : entries) SP_RETURN_IF_ERROR(store.Delete(entry.key));
-  return absl::OkStatus();
+  std::vector<std::string> keys;
+  keys.reserve(entries.size());
+  for (const ObjectEntry& entry : entries) keys.push_back(entry.key);
+  return DeleteAll(store, keys);
 }
 
 absl::Status DeleteTemporaries(const Destination& destination) {
@@ -637,10 +647,10 @@ absl::Status DeleteOutput(const std::set<std::string>& fingerprints,
     SP_ASSIGN_OR_RETURN(const std::string found, destination.FingerprintIn(key));
     if (fingerprints.contains(found)) doomed.insert(key);
   }
-  for (const std::string& key : doomed) {
-    if (!keep.contains(key)) SP_RETURN_IF_ERROR(destination.store().Delete(key));
-  }
-  return absl::OkStatus();
+  std::vector<std::string> keys;
+  std::set_difference(doomed.begin(), doomed.end(), keep.begin(), keep.end(),
+                      std::back_inserter(keys));
+  return DeleteAll(destination.store(), keys);
 }
 
 // Deletes temporary objects and, unless the artefact is committed, what the plan's job wrote here
@@ -977,14 +987,15 @@ absl::Status WriteSmallFiles(const JobPlan& plan, Documents& documents,
   SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(commit));
   ObjectStore& store = destination.store();
   SP_RETURN_IF_ERROR(store.Put(CommitKey(plan.fingerprint), text, CommitGate()).status());
+  std::vector<std::string> keys;
   for (const auto* files :
        {&commit.copied_files(), &commit.rank_manifests(), &commit.expert_maps()}) {
-    for (const v1::SmallFile& file : *files) {
-      SP_RETURN_IF_ERROR(
-          store.Put(file.key(), documents.bytes.at(file.key()), CommitGate()).status());
-    }
+    for (const v1::SmallFile& file : *files) keys.push_back(file.key());
   }
-  return absl::OkStatus();
+  return TryForEachAtOnce(static_cast<int64_t>(keys.size()), kRequestsAtOnce, [&](int64_t k) {
+    const std::string& key = keys[static_cast<size_t>(k)];
+    return store.Put(key, documents.bytes.at(key), CommitGate()).status();
+  });
 }
 
 // Step 8.

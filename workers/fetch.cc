@@ -708,12 +708,9 @@ class ChunkRun {
 
   // An object that is no file here costs no descriptor while it is open.
   absl::Status OpenObjects() {
-    std::vector<absl::Status> results(files_.size());
-    ForEachAtOnce(static_cast<int64_t>(files_.size()), kRequestsAtOnce, [&](int64_t f) {
-      results[static_cast<size_t>(f)] = OpenObject(files_[static_cast<size_t>(f)]);
+    return TryForEachAtOnce(static_cast<int64_t>(files_.size()), kRequestsAtOnce, [&](int64_t f) {
+      return OpenObject(files_[static_cast<size_t>(f)]);
     });
-    for (const absl::Status& result : results) SP_RETURN_IF_ERROR(result);
-    return absl::OkStatus();
   }
 
   absl::Status Prepare(OpenFile& file) {

@@ -639,6 +639,35 @@ TEST_P(ObjectStoreConformance, DeletingTwiceIsOk) {
   EXPECT_EQ(Keys(""), std::vector<std::string>{"sub/other"});
 }
 
+TEST_P(ObjectStoreConformance, ManyAreWrittenAndDeletedAtOnce) {
+  constexpr int kThreads = 8;
+  constexpr int kObjects = 3;  // of each thread
+  const auto key = [](int thread, int object) {
+    return "_shardprep/" + std::string(64, 'a') + "/" + std::to_string(thread) + "-" +
+           std::to_string(object) + ".json";
+  };
+  const auto at_once = [&](const std::function<absl::Status(const std::string&)>& work) {
+    std::vector<absl::Status> results(kThreads);
+    std::vector<std::thread> threads;
+    threads.reserve(kThreads);
+    for (int t = 0; t < kThreads; ++t) {
+      threads.emplace_back([&, t] {
+        for (int k = 0; k < kObjects; ++k) results[t].Update(work(key(t, k)));
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const absl::Status& result : results) EXPECT_THAT(result, IsOk());
+  };
+  MustPut("unrelated", "x");
+  for (int round = 0; round < 3; ++round) {
+    at_once([&](const std::string& k) { return store().Put(k, k, Open()).status(); });
+    EXPECT_EQ(Keys("").size(), size_t{kThreads * kObjects + 1});
+    EXPECT_EQ(Content(key(3, 1)), key(3, 1));
+    at_once([&](const std::string& k) { return store().Delete(k); });
+    EXPECT_EQ(Keys(""), std::vector<std::string>{"unrelated"});
+  }
+}
+
 TEST_P(ObjectStoreConformance, CheckWritableLeavesNothing) {
   EXPECT_THAT(store().CheckWritable(), IsOk());
   EXPECT_EQ(Keys(""), std::vector<std::string>{});

@@ -1,5 +1,6 @@
 // Host shuffle against memcpy of as many bytes, alternately in one run, with buffers allocated and
-// touched before. Counter `ratio` is the shuffle's speed over memcpy's (medians).
+// touched before, in huge pages as those of a worker. Counter `ratio` is the shuffle's speed over
+// memcpy's (medians).
 //
 // Geometry: rank shards of 8 of a model with hidden size 7168 and intermediate size 3072, 4-bit
 // weights, a scale byte for 32 elements. Two ways to call:
@@ -17,7 +18,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -26,7 +26,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/types/span.h"
 #include "kernels/shuffle.h"
+#include "workers/work_memory.h"
 
 namespace shardprep {
 namespace {
@@ -66,17 +68,12 @@ double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-struct Freed {
-  void operator()(uint8_t* buffer) const { std::free(buffer); }
-};
-using Buffer = std::unique_ptr<uint8_t, Freed>;
-
-Buffer TouchedBuffer(int64_t bytes) {
-  const size_t size = static_cast<size_t>((bytes + 4095) / 4096 * 4096);
-  Buffer buffer(static_cast<uint8_t*>(std::aligned_alloc(4096, size)));
-  if (buffer == nullptr) std::abort();
-  for (size_t k = 0; k < size; ++k) buffer.get()[k] = static_cast<uint8_t>(k * 31);
-  return buffer;
+// As a worker has it.
+WorkMemory FilledMemory(int64_t size_bytes) {
+  WorkMemory memory(size_bytes);
+  const absl::Span<uint8_t> bytes = memory.bytes();
+  for (size_t k = 0; k < bytes.size(); ++k) bytes[k] = static_cast<uint8_t>(k * 31);
+  return memory;
 }
 
 ShuffleJob JobOf(const Geometry& geometry) {
@@ -130,11 +127,11 @@ void Whole(benchmark::State& state, const Geometry& geometry, HostIsa isa, int t
   ShuffleJob job = JobOf(geometry);
   job.rows = RowsFor(job, OutputCols(job), kWholeBytes);
   const int64_t out_bytes = job.rows * OutputCols(job);
-  std::vector<Buffer> source, plain, out;
+  std::vector<WorkMemory> source, plain, out;
   for (int t = 0; t < threads; ++t) {
-    source.push_back(TouchedBuffer(job.rows * job.native_cols));
-    plain.push_back(TouchedBuffer(out_bytes));
-    out.push_back(TouchedBuffer(out_bytes));
+    source.push_back(FilledMemory(job.rows * job.native_cols));
+    plain.push_back(FilledMemory(out_bytes));
+    out.push_back(FilledMemory(out_bytes));
   }
   const std::unique_ptr<Shuffler> shuffler = MakeHostShuffler(isa);
   Compare(
@@ -142,8 +139,9 @@ void Whole(benchmark::State& state, const Geometry& geometry, HostIsa isa, int t
       [&] {
         std::atomic<bool> all{true};
         OnThreads(threads, [&](int t) {
-          const RowsView view{source[t].get(), job.native_cols, 0, job.rows};
-          if (!shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out[t].get())
+          const RowsView view{source[t].bytes().data(), job.native_cols, 0, job.rows};
+          if (!shuffler
+                   ->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, job.rows, out[t].bytes().data())
                    .ok()) {
             all = false;
           }
@@ -152,7 +150,8 @@ void Whole(benchmark::State& state, const Geometry& geometry, HostIsa isa, int t
       },
       [&] {
         OnThreads(threads, [&](int t) {
-          std::memcpy(out[t].get(), plain[t].get(), static_cast<size_t>(out_bytes));
+          std::memcpy(out[t].bytes().data(), plain[t].bytes().data(),
+                      static_cast<size_t>(out_bytes));
         });
       });
 }
@@ -163,22 +162,24 @@ void Block(benchmark::State& state, const Geometry& geometry, HostIsa isa) {
   const int64_t rows = std::min(RowsFor(job, source_cols, kBlockBytes), job.rows);
   const int64_t rank_bytes = rows * OutputCols(job);
   const int64_t out_bytes = rank_bytes * geometry.ranks;
-  const Buffer source = TouchedBuffer(rows * source_cols);
-  const Buffer plain = TouchedBuffer(out_bytes);
-  const Buffer out = TouchedBuffer(out_bytes);
+  const WorkMemory source = FilledMemory(rows * source_cols);
+  const WorkMemory plain = FilledMemory(out_bytes);
+  const WorkMemory out = FilledMemory(out_bytes);
   const std::unique_ptr<Shuffler> shuffler = MakeHostShuffler(isa);
   Compare(
       state, out_bytes,
       [&] {
         bool all = true;
         for (int64_t rank = 0; rank < geometry.ranks; ++rank) {
-          const RowsView view{source.get() + rank * job.native_cols, source_cols, 0, rows};
-          uint8_t* to = out.get() + rank * rank_bytes;
+          const RowsView view{source.bytes().data() + rank * job.native_cols, source_cols, 0, rows};
+          uint8_t* to = out.bytes().data() + rank * rank_bytes;
           all = shuffler->Shuffle(job, absl::MakeConstSpan(&view, 1), 0, rows, to).ok() && all;
         }
         return all;
       },
-      [&] { std::memcpy(out.get(), plain.get(), static_cast<size_t>(out_bytes)); });
+      [&] {
+        std::memcpy(out.bytes().data(), plain.bytes().data(), static_cast<size_t>(out_bytes));
+      });
 }
 
 void Register(const std::string& name, std::function<void(benchmark::State&)> run) {

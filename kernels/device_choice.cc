@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -100,17 +101,16 @@ constexpr SampleCalls kExpertCalls[] = {
     {{LayoutId::kAiterE8m0Expert, RowOrder::kAsIs, 2400, 12, 12}, 96, 3},    // scales of w2
 };
 
-// One thread's buffers.
+// What one thread shuffles.
 class SampleExpert {
  public:
-  SampleExpert() {
-    int64_t largest_in = 0, largest_out = 0;
+  // `out` has LargestOutput() bytes.
+  explicit SampleExpert(uint8_t* out) : out_(out) {
+    int64_t largest_in = 0;
     for (const SampleCalls& calls : kExpertCalls) {
       largest_in = std::max(largest_in, calls.job.rows * calls.stride_bytes);
-      largest_out = std::max(largest_out, calls.job.rows * OutputCols(calls.job));
     }
     in_.resize(static_cast<size_t>(largest_in));
-    out_.resize(static_cast<size_t>(largest_out));
     for (size_t k = 0; k < in_.size(); ++k) in_[k] = static_cast<uint8_t>(k * 131 + k / 251);
   }
 
@@ -118,11 +118,19 @@ class SampleExpert {
     for (const SampleCalls& calls : kExpertCalls) {
       const RowsView view{in_.data(), calls.stride_bytes, 0, calls.job.rows};
       for (int k = 0; k < calls.times; ++k) {
-        SP_RETURN_IF_ERROR(shuffler.Shuffle(calls.job, absl::MakeConstSpan(&view, 1), 0,
-                                            calls.job.rows, out_.data()));
+        SP_RETURN_IF_ERROR(
+            shuffler.Shuffle(calls.job, absl::MakeConstSpan(&view, 1), 0, calls.job.rows, out_));
       }
     }
     return absl::OkStatus();
+  }
+
+  static int64_t LargestOutput() {
+    int64_t largest = 0;
+    for (const SampleCalls& calls : kExpertCalls) {
+      largest = std::max(largest, calls.job.rows * OutputCols(calls.job));
+    }
+    return largest;
   }
 
   static int64_t OutputBytes() {
@@ -135,7 +143,7 @@ class SampleExpert {
 
  private:
   std::vector<uint8_t> in_;
-  std::vector<uint8_t> out_;
+  uint8_t* const out_;
 };
 
 }  // namespace
@@ -147,8 +155,12 @@ absl::StatusOr<double> MeasureShuffler(Shuffler& shuffler, int threads) {
   std::vector<absl::Status> statuses(static_cast<size_t>(threads));
   std::vector<double> seconds;
   std::barrier pass(threads);
+  std::vector<uint8_t> out(static_cast<size_t>(threads * SampleExpert::LargestOutput()));
+  // A shuffler that cannot use it is measured without, as it would be run.
+  shuffler.UseMemory(absl::MakeSpan(out)).IgnoreError();
+  const absl::Cleanup stop_using = [&] { shuffler.UseMemory({}).IgnoreError(); };
   const auto run = [&](int thread) {
-    SampleExpert expert;
+    SampleExpert expert(out.data() + thread * SampleExpert::LargestOutput());
     absl::Status& status = statuses[static_cast<size_t>(thread)];
     for (int k = 0; k < kPasses; ++k) {
       pass.arrive_and_wait();

@@ -66,6 +66,12 @@ class Shuffler {
   virtual absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views,
                                int64_t out_begin, int64_t out_end, uint8_t* out) = 0;
 
+  // Outputs of later calls may lie in `memory`, which then must stay until another is named, none,
+  // or the shuffler ends; no call runs meanwhile. A GPU copies straight into it, which saves a copy
+  // by the host. Errors as of Shuffle(); calls then do as if none had been named. To name none
+  // always succeeds.
+  virtual absl::Status UseMemory(absl::Span<uint8_t> /*memory*/) { return absl::OkStatus(); }
+
   // For logs and metrics: "cpu/avx2", "hip:0/gfx942".
   virtual std::string name() const = 0;
 

@@ -122,6 +122,8 @@ Worker::~Worker() {
   }
   for (const auto& lease : held) lease->stop = true;
   for (const auto& lease : held) lease->thread.join();
+  absl::MutexLock lock(&work_mu_);
+  Use(WorkMemory());
 }
 
 void Worker::Drain() {
@@ -433,10 +435,19 @@ absl::Span<uint8_t> Worker::MemoryFor(const MemoryNeed& need, int32_t ranks) {
   const int64_t want =
       std::min(options_.memory_budget_bytes, need.Most(ranks, std::min(ranks, options_.threads)));
   if (static_cast<int64_t>(memory_.bytes().size()) < want) {
-    memory_ = WorkMemory();  // not both at a time
-    memory_ = WorkMemory(want);
+    Use(WorkMemory());  // not both at a time
+    Use(WorkMemory(want));
   }
   return memory_.bytes();
+}
+
+void Worker::Use(WorkMemory memory) {
+  const absl::Status status = shuffler_->UseMemory(memory.bytes());
+  if (!status.ok()) {
+    Log(LogLevel::kWarning, "worker", "outputs are copied once more",
+        {{"device", shuffler_->name()}, {"status", status}});
+  }
+  memory_ = std::move(memory);
 }
 
 void Worker::WaitForNextTurn(absl::Duration at_most) {

@@ -101,6 +101,8 @@ class Worker {
   void CountNeeded(const v1::Lease& lease, const TargetSet& targets);
   absl::StatusOr<std::shared_ptr<const TargetSet>> TargetsFor(const v1::Lease& lease)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
+  // Lets go of the memory so far.
+  void Use(WorkMemory memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
   absl::Span<uint8_t> MemoryFor(const MemoryNeed& need, int32_t ranks)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(work_mu_);
   void CountMetrics(HeldLease& held);

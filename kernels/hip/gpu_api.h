@@ -27,6 +27,7 @@
 #define hipMemcpyDeviceToHost cudaMemcpyDeviceToHost
 #define hipMemcpyHostToDevice cudaMemcpyHostToDevice
 #define hipHostMallocDefault cudaHostAllocDefault
+#define hipHostRegisterDefault cudaHostRegisterDefault
 #define hipStreamNonBlocking cudaStreamNonBlocking
 
 #define hipFree cudaFree
@@ -36,6 +37,8 @@
 #define hipGetLastError cudaGetLastError
 #define hipHostFree cudaFreeHost
 #define hipHostMalloc cudaHostAlloc
+#define hipHostRegister cudaHostRegister
+#define hipHostUnregister cudaHostUnregister
 #define hipMalloc cudaMalloc
 #define hipMemcpyAsync cudaMemcpyAsync
 #define hipSetDevice cudaSetDevice

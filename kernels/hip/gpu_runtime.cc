@@ -79,6 +79,12 @@ class Runtime final : public GpuRuntime {
   }
   void FreePinned(uint8_t* memory) override { (void)hipHostFree(memory); }
 
+  absl::Status Pin(uint8_t* memory, int64_t bytes) override {
+    return Check(hipHostRegister(memory, static_cast<size_t>(bytes), hipHostRegisterDefault),
+                 absl::StrCat("pin ", bytes, " bytes"));
+  }
+  void Unpin(uint8_t* memory) override { (void)hipHostUnregister(memory); }
+
   absl::StatusOr<uint8_t*> AllocateOnDevice(int64_t bytes) override {
     void* memory = nullptr;
     SP_RETURN_IF_ERROR(Check(hipMalloc(&memory, static_cast<size_t>(bytes)),

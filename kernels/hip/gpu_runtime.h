@@ -43,6 +43,9 @@ class GpuRuntime {
   // Aligned to 64 bytes at least. Pinned host memory can be copied while the host goes on.
   virtual absl::StatusOr<uint8_t*> AllocatePinned(int64_t bytes) = 0;
   virtual void FreePinned(uint8_t* memory) = 0;
+  // Pins memory of the caller, which must stay until Unpin(), with the same `memory`, has returned.
+  virtual absl::Status Pin(uint8_t* memory, int64_t bytes) = 0;
+  virtual void Unpin(uint8_t* memory) = 0;
   virtual absl::StatusOr<uint8_t*> AllocateOnDevice(int64_t bytes) = 0;
   virtual void FreeOnDevice(uint8_t* memory) = 0;
 

@@ -3,10 +3,11 @@
 // 1. It is cut into pieces of whole row blocks, each as large as a slot allows.
 // 2. A piece takes a slot. The host copies the source rows, in output order, into the slot's pinned
 //    buffer (that copy is needed anyway and does the row order for free), and queues on the slot's
-//    stream: copy in, kernel, copy out. The streams of different slots run side by side.
-// 3. When no slot is free the call empties the one that it filled first: waits for its stream and
-//    copies the result out. Only a call that holds no slot waits for another call's, so calls never
-//    wait for each other in a circle.
+//    stream: copy in, kernel, copy out, straight to where the output belongs if that memory is
+//    pinned (UseMemory). The streams of different slots run side by side.
+// 3. When no slot is free the call empties the one that it filled first: waits for its stream and,
+//    if the output does not lie where it belongs, copies it there. Only a call that holds no slot
+//    waits for another call's, so calls never wait for each other in a circle.
 // 4. After an error the call waits for its streams before it gives its slots back: nothing copies
 //    into a buffer that somebody else fills. A device that was lost is not used again.
 #include "kernels/hip/lane_shuffler.h"
@@ -70,6 +71,7 @@ class LaneShuffler final : public Shuffler {
 
   ~LaneShuffler() override {
     runtime_->Select(device_).IgnoreError();
+    Unpin();
     for (const std::unique_ptr<Slot>& slot : slots_) {
       FreePinned(slot->pinned_in);
       FreePinned(slot->pinned_out);
@@ -115,6 +117,16 @@ class LaneShuffler final : public Shuffler {
     return status;
   }
 
+  absl::Status UseMemory(absl::Span<uint8_t> memory) override {
+    const absl::Status selected = Named(runtime_->Select(device_));
+    Unpin();  // in any case: the caller may free it now
+    if (memory.empty()) return absl::OkStatus();
+    SP_RETURN_IF_ERROR(selected);
+    SP_RETURN_IF_ERROR(Named(runtime_->Pin(memory.data(), static_cast<int64_t>(memory.size()))));
+    pinned_ = memory;
+    return absl::OkStatus();
+  }
+
   std::string name() const override { return name_; }
 
   absl::Status Health() const override {
@@ -123,9 +135,10 @@ class LaneShuffler final : public Shuffler {
   }
 
  private:
-  // A filled slot, and where its result goes.
+  // A filled slot, where its output is copied from the device, and where it belongs.
   struct Piece {
     Slot* slot;
+    uint8_t* copied_to;
     uint8_t* out;
     int64_t bytes;
   };
@@ -143,11 +156,13 @@ class LaneShuffler final : public Shuffler {
         SP_RETURN_IF_ERROR(Finish(pieces));
       }
       if (slot == nullptr) slot = AwaitFree();
-      pieces.push_back({slot, out, piece_args.rows * piece_args.out_cols});
-      SP_RETURN_IF_ERROR(Grow(*slot, piece_args.rows * piece_args.src_pitch, pieces.back().bytes));
+      Piece& piece =
+          pieces.emplace_back(Piece{slot, out, out, piece_args.rows * piece_args.out_cols});
+      SP_RETURN_IF_ERROR(Grow(*slot, piece_args.rows * piece_args.src_pitch, piece.bytes));
+      if (!IsPinned(out, piece.bytes)) piece.copied_to = slot->pinned_out.data;
       CopyRows(job, views, row, piece_args, slot->pinned_in.data);
-      SP_RETURN_IF_ERROR(Start(*slot, piece_args));
-      out += pieces.back().bytes;
+      SP_RETURN_IF_ERROR(Start(*slot, piece_args, piece.copied_to));
+      out += piece.bytes;
     }
     while (!pieces.empty()) SP_RETURN_IF_ERROR(Finish(pieces));
     return absl::OkStatus();
@@ -160,14 +175,14 @@ class LaneShuffler final : public Shuffler {
     return std::max<int64_t>(most / block_bytes, 1) * block_rows;
   }
 
-  absl::Status Start(const Slot& slot, const LaneArgs& host_args) {
+  absl::Status Start(const Slot& slot, const LaneArgs& host_args, uint8_t* copied_to) {
     LaneArgs args = host_args;
     args.src = slot.device_in.data;
     args.dst = slot.device_out.data;
     SP_RETURN_IF_ERROR(runtime_->CopyIn(slot.device_in.data, slot.pinned_in.data,
                                         args.rows * args.src_pitch, slot.stream));
     SP_RETURN_IF_ERROR(runtime_->Launch(args, slot.stream));
-    return runtime_->CopyOut(slot.pinned_out.data, slot.device_out.data, args.rows * args.out_cols,
+    return runtime_->CopyOut(copied_to, slot.device_out.data, args.rows * args.out_cols,
                              slot.stream);
   }
 
@@ -175,10 +190,21 @@ class LaneShuffler final : public Shuffler {
   absl::Status Finish(std::deque<Piece>& pieces) {
     const Piece piece = pieces.front();
     SP_RETURN_IF_ERROR(runtime_->Wait(piece.slot->stream));
-    std::memcpy(piece.out, piece.slot->pinned_out.data, static_cast<size_t>(piece.bytes));
+    if (piece.copied_to != piece.out) {
+      std::memcpy(piece.out, piece.copied_to, static_cast<size_t>(piece.bytes));
+    }
     pieces.pop_front();
     GiveBack(piece.slot);
     return absl::OkStatus();
+  }
+
+  bool IsPinned(const uint8_t* out, int64_t bytes) const {
+    return out >= pinned_.data() && out + bytes <= pinned_.data() + pinned_.size();
+  }
+
+  void Unpin() {
+    if (!pinned_.empty()) runtime_->Unpin(pinned_.data());
+    pinned_ = {};
   }
 
   Slot* TakeFree() {
@@ -254,6 +280,7 @@ class LaneShuffler final : public Shuffler {
   // A copy has nothing for a device to do.
   const std::unique_ptr<Shuffler> row_major_ = MakeHostShuffler();
   std::vector<std::unique_ptr<Slot>> slots_;
+  absl::Span<uint8_t> pinned_;  // the caller's; changes while no call runs
   mutable absl::Mutex mu_;
   std::deque<Slot*> free_ ABSL_GUARDED_BY(mu_);
   absl::Status health_ ABSL_GUARDED_BY(mu_);

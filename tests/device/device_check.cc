@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
@@ -95,14 +96,21 @@ absl::Status CompareJob(Shuffler& device, Shuffler& host, const ShuffleJob& job)
       {source.data(), stride, 0, half - 3},
       {source.data() + half * stride, stride, half, job.rows - half - 5}};
   std::vector<uint8_t> want(static_cast<size_t>(job.rows * OutputCols(job)), 0x55);
-  std::vector<uint8_t> found(want.size(), 0xAA);
+  std::vector<uint8_t> found(want.size());
   SP_RETURN_IF_ERROR(host.Shuffle(job, views, 0, job.rows, want.data()));
-  SP_RETURN_IF_ERROR(device.Shuffle(job, views, 0, job.rows, found.data()));
-  const auto differ = std::mismatch(want.begin(), want.end(), found.begin());
-  if (differ.first == want.end()) return absl::OkStatus();
-  return absl::InternalError(absl::StrCat(Describe(job), ": byte ", differ.first - want.begin(),
-                                          " is 0x", absl::Hex(*differ.second, absl::kZeroPad2),
-                                          ", want 0x", absl::Hex(*differ.first, absl::kZeroPad2)));
+  const absl::Cleanup stop_using = [&] { device.UseMemory({}).IgnoreError(); };
+  for (const bool straight : {false, true}) {
+    if (straight) SP_RETURN_IF_ERROR(device.UseMemory(absl::MakeSpan(found)));
+    std::fill(found.begin(), found.end(), 0xAA);
+    SP_RETURN_IF_ERROR(device.Shuffle(job, views, 0, job.rows, found.data()));
+    const auto differ = std::mismatch(want.begin(), want.end(), found.begin());
+    if (differ.first == want.end()) continue;
+    return absl::InternalError(absl::StrCat(Describe(job), straight ? ", copied straight" : "",
+                                            ": byte ", differ.first - want.begin(), " is 0x",
+                                            absl::Hex(*differ.second, absl::kZeroPad2), ", want 0x",
+                                            absl::Hex(*differ.first, absl::kZeroPad2)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CompareLayouts(Shuffler& device) {

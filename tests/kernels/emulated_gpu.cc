@@ -18,7 +18,9 @@ constexpr size_t kAlignment = 64;
 EmulatedGpu::~EmulatedGpu() {
   absl::MutexLock lock(&mu_);
   for (Pool* pool : {&pinned_, &device_}) {
-    for (const auto& [memory, bytes] : pool->blocks) std::free(const_cast<uint8_t*>(memory));
+    for (const auto& [memory, bytes] : pool->blocks) {
+      if (!callers_.contains(memory)) std::free(const_cast<uint8_t*>(memory));
+    }
   }
 }
 
@@ -59,6 +61,11 @@ int64_t EmulatedGpu::AllocatedBytes() const {
   return pinned_.bytes + device_.bytes;
 }
 
+int64_t EmulatedGpu::BytesToCallers() const {
+  absl::MutexLock lock(&mu_);
+  return bytes_to_callers_;
+}
+
 std::vector<std::string> EmulatedGpu::Problems() const {
   absl::MutexLock lock(&mu_);
   return problems_;
@@ -78,13 +85,14 @@ void EmulatedGpu::CheckSelected(const char* call) {
   problems_.push_back(absl::StrCat(call, ": this thread has selected no device"));
 }
 
-void EmulatedGpu::CheckInside(const Pool& pool, const uint8_t* begin, int64_t bytes) {
+const uint8_t* EmulatedGpu::CheckInside(const Pool& pool, const uint8_t* begin, int64_t bytes) {
   auto block = pool.blocks.upper_bound(begin);
   if (block != pool.blocks.begin()) {
     --block;
-    if (begin + bytes <= block->first + block->second) return;
+    if (begin + bytes <= block->first + block->second) return block->first;
   }
   problems_.push_back(absl::StrCat(bytes, " bytes that are not ", pool.name, " memory"));
+  return nullptr;
 }
 
 absl::StatusOr<int> EmulatedGpu::DeviceCount() {
@@ -145,11 +153,15 @@ absl::StatusOr<uint8_t*> EmulatedGpu::Allocate(Pool& pool, int64_t limit, int64_
 }
 
 void EmulatedGpu::Free(Pool& pool, uint8_t* memory) {
+  if (Forget(pool, memory)) std::free(memory);
+}
+
+bool EmulatedGpu::Forget(Pool& pool, uint8_t* memory) {
   CheckSelected("free");
   const auto block = pool.blocks.find(memory);
   if (block == pool.blocks.end()) {
     problems_.push_back(absl::StrCat("freed what is not ", pool.name, " memory"));
-    return;
+    return false;
   }
   for (const auto& [id, stream] : streams_) {
     for (const Work& work : stream->queue) {
@@ -161,7 +173,7 @@ void EmulatedGpu::Free(Pool& pool, uint8_t* memory) {
   }
   pool.bytes -= block->second;
   pool.blocks.erase(block);
-  std::free(memory);
+  return true;
 }
 
 absl::StatusOr<uint8_t*> EmulatedGpu::AllocatePinned(int64_t bytes) {
@@ -172,6 +184,26 @@ absl::StatusOr<uint8_t*> EmulatedGpu::AllocatePinned(int64_t bytes) {
 void EmulatedGpu::FreePinned(uint8_t* memory) {
   absl::MutexLock lock(&mu_);
   Free(pinned_, memory);
+}
+
+absl::Status EmulatedGpu::Pin(uint8_t* memory, int64_t bytes) {
+  absl::MutexLock lock(&mu_);
+  CheckSelected("pin");
+  SP_RETURN_IF_ERROR(Count("pin"));
+  if (pinned_.bytes + bytes > options_.pinned_bytes) {
+    return absl::ResourceExhaustedError("emulated: no pinned memory");
+  }
+  pinned_.blocks[memory] = bytes;
+  pinned_.bytes += bytes;
+  pinned_.most = std::max(pinned_.most, pinned_.bytes);
+  callers_.insert(memory);
+  return absl::OkStatus();
+}
+
+void EmulatedGpu::Unpin(uint8_t* memory) {
+  absl::MutexLock lock(&mu_);
+  if (callers_.erase(memory) == 0) problems_.emplace_back("unpinned what was not pinned");
+  Forget(pinned_, memory);
 }
 
 absl::StatusOr<uint8_t*> EmulatedGpu::AllocateOnDevice(int64_t bytes) {
@@ -217,7 +249,7 @@ absl::Status EmulatedGpu::CopyOut(uint8_t* pinned, const uint8_t* device, int64_
                                   GpuStream stream) {
   absl::MutexLock lock(&mu_);
   CheckInside(device_, device, bytes);
-  CheckInside(pinned_, pinned, bytes);
+  if (callers_.contains(CheckInside(pinned_, pinned, bytes))) bytes_to_callers_ += bytes;
   return Queue(
       "copy-out", stream,
       {[=] { std::memcpy(pinned, device, static_cast<size_t>(bytes)); }, {device, pinned}});

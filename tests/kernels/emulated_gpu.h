@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -49,9 +50,10 @@ class EmulatedGpu final : public GpuRuntime {
   int MostBusyStreams() const;
   int64_t MostPinnedBytes() const;
   int64_t MostDeviceBytes() const;
-  int64_t AllocatedBytes() const;  // now, of both
-  // Breaches of the contract: memory that was not allocated, freed while in use, a device that the
-  // thread has not selected.
+  int64_t AllocatedBytes() const;  // now, of both, pinned memory of callers among it
+  int64_t BytesToCallers() const;  // that were copied out into pinned memory of callers
+  // Breaches of the contract: memory that was not allocated or pinned, freed while in use, a device
+  // that the thread has not selected.
   std::vector<std::string> Problems() const;
 
   std::string kind() const override { return "hip"; }
@@ -63,6 +65,8 @@ class EmulatedGpu final : public GpuRuntime {
   void DestroyStream(GpuStream stream) override;
   absl::StatusOr<uint8_t*> AllocatePinned(int64_t bytes) override;
   void FreePinned(uint8_t* memory) override;
+  absl::Status Pin(uint8_t* memory, int64_t bytes) override;
+  void Unpin(uint8_t* memory) override;
   absl::StatusOr<uint8_t*> AllocateOnDevice(int64_t bytes) override;
   void FreeOnDevice(uint8_t* memory) override;
   absl::Status CopyIn(uint8_t* device, const uint8_t* pinned, int64_t bytes,
@@ -93,11 +97,14 @@ class EmulatedGpu final : public GpuRuntime {
 
   absl::Status Count(const std::string& name) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void CheckSelected(const char* call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void CheckInside(const Pool& pool, const uint8_t* begin, int64_t bytes)
+  // The block of the pool that the bytes lie in; nullptr, with a problem noted, for none.
+  const uint8_t* CheckInside(const Pool& pool, const uint8_t* begin, int64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::StatusOr<uint8_t*> Allocate(Pool& pool, int64_t limit, int64_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Free(Pool& pool, uint8_t* memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // False, with a problem noted, for what is not a block of the pool.
+  bool Forget(Pool& pool, uint8_t* memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status Queue(const char* name, GpuStream stream, Work work)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
 
@@ -114,6 +121,8 @@ class EmulatedGpu final : public GpuRuntime {
   int streams_made_ ABSL_GUARDED_BY(mu_) = 0;
   int most_busy_ ABSL_GUARDED_BY(mu_) = 0;
   Pool pinned_ ABSL_GUARDED_BY(mu_) = {"pinned", {}};
+  std::set<const uint8_t*> callers_ ABSL_GUARDED_BY(mu_);  // of pinned_, those of Pin()
+  int64_t bytes_to_callers_ ABSL_GUARDED_BY(mu_) = 0;
   Pool device_ ABSL_GUARDED_BY(mu_) = {"device", {}};
 };
 

@@ -188,6 +188,47 @@ TEST_F(LaneShufflerTest, MemoryIsAllocatedOnceAndBounded) {
   EXPECT_THAT(gpu->Problems(), IsEmpty());
 }
 
+TEST_F(LaneShufflerTest, OutputInUsedMemoryIsCopiedStraightToItsPlace) {
+  const auto gpu = std::make_shared<EmulatedGpu>();
+  auto shuffler = MakeLaneShuffler(gpu, 0, small_).value();
+  const int64_t slots_only = gpu->AllocatedBytes();
+  std::vector<uint8_t> out(want_.size());
+  const RowsView view{source_.data(), job_.native_cols, 0, job_.rows};
+  const auto run = [&] {
+    std::fill(out.begin(), out.end(), 0xAA);
+    const int64_t before = gpu->BytesToCallers();
+    EXPECT_TRUE(
+        shuffler->Shuffle(job_, absl::MakeConstSpan(&view, 1), 0, job_.rows, out.data()).ok());
+    EXPECT_TRUE(out == want_);
+    return gpu->BytesToCallers() - before;
+  };
+  EXPECT_EQ(run(), 0);
+  ASSERT_TRUE(shuffler->UseMemory(absl::MakeSpan(out)).ok());
+  EXPECT_EQ(run(), static_cast<int64_t>(out.size()));
+  // A piece of 32 rows of 512 bytes that is not wholly inside is none that is.
+  ASSERT_TRUE(shuffler->UseMemory(absl::MakeSpan(out).subspan(1, size_t{3} * 32 * 512)).ok());
+  EXPECT_EQ(run(), int64_t{2} * 32 * 512);
+  ASSERT_TRUE(shuffler->UseMemory({}).ok());
+  EXPECT_EQ(run(), 0);
+  EXPECT_EQ(gpu->AllocatedBytes(), slots_only);
+  ASSERT_TRUE(shuffler->UseMemory(absl::MakeSpan(out)).ok());
+  shuffler.reset();
+  EXPECT_EQ(gpu->AllocatedBytes(), 0);
+  EXPECT_THAT(gpu->Problems(), IsEmpty());
+}
+
+TEST_F(LaneShufflerTest, MemoryThatCannotBePinnedIsNotUsed) {
+  const auto gpu = std::make_shared<EmulatedGpu>(EmulatedGpuOptions{.pinned_bytes = 1 << 20});
+  const auto shuffler = MakeLaneShuffler(gpu, 0, small_).value();
+  std::vector<uint8_t> large(size_t{2} << 20);
+  const absl::Status status = shuffler->UseMemory(absl::MakeSpan(large));
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+  EXPECT_THAT(std::string(status.message()), HasSubstr("hip:0/gfx942: "));
+  EXPECT_EQ(Run(*shuffler).value(), want_);
+  EXPECT_EQ(gpu->BytesToCallers(), 0);
+  EXPECT_THAT(gpu->Problems(), IsEmpty());
+}
+
 TEST_F(LaneShufflerTest, ARowBlockLargerThanASlotGrowsThatSlot) {
   const auto gpu = std::make_shared<EmulatedGpu>();
   const auto shuffler = MakeLaneShuffler(gpu, 0, {.slots = 2, .slot_bytes = 4096}).value();

@@ -1,6 +1,7 @@
 #include "workers/worker.h"
 
 #include <atomic>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -86,6 +87,30 @@ class LostShuffler : public Shuffler {
 
  private:
   std::atomic<bool> lost_{false};
+};
+
+// Notes where outputs lie that the worker asks for.
+class NotingShuffler : public Shuffler {
+ public:
+  absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t begin,
+                       int64_t end, uint8_t* out) override {
+    const bool inside = out >= memory.data() &&
+                        out + (end - begin) * OutputCols(job) <= memory.data() + memory.size();
+    ++(inside ? outputs_inside : outputs_outside);
+    return host_->Shuffle(job, views, begin, end, out);
+  }
+  absl::Status UseMemory(absl::Span<uint8_t> named) override {
+    memory = named;
+    return refused;
+  }
+  std::string name() const override { return host_->name(); }
+
+  absl::Span<uint8_t> memory;
+  absl::Status refused;
+  std::atomic<int> outputs_inside{0}, outputs_outside{0};
+
+ private:
+  std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
 };
 
 class WorkerTest : public ::testing::Test {
@@ -186,6 +211,27 @@ TEST_F(WorkerTest, PreparesWhatIsLeasedAndReportsItUntilTheControllerHeard) {
   controller_.desired.clear_leases();
   ASSERT_TRUE(worker->RunOnce().ok());
   EXPECT_EQ(controller_.last_request.leases_size(), 0);
+}
+
+TEST_F(WorkerTest, OutputsLieInTheMemoryThatTheShufflerWasToldOf) {
+  int leases = 0;
+  for (const absl::Status& refused :
+       {absl::OkStatus(), absl::ResourceExhaustedError("cannot be pinned")}) {
+    NotingShuffler shuffler;
+    shuffler.refused = refused;
+    auto worker = MakeWorker(&shuffler);
+    controller_.desired.Clear();
+    *controller_.desired.add_leases() = Lease("a", absl::Seconds(60));
+    ASSERT_TRUE(worker->RunOnce().ok());
+    controller_.AwaitInterruptions(++leases);
+    EXPECT_EQ(ReportOf(*worker).state(), v1::LeaseReport::STATE_DONE);
+    EXPECT_GT(shuffler.outputs_inside, 0);
+    EXPECT_EQ(shuffler.outputs_outside, 0);
+    EXPECT_FALSE(shuffler.memory.empty());
+    worker.reset();
+    EXPECT_TRUE(shuffler.memory.empty()) << "it is freed";
+    std::filesystem::remove_all(destination_.path());  // or there is nothing left to do
+  }
 }
 
 TEST_F(WorkerTest, ALeaseThatIsNamedOnIsRenewed) {

@@ -15,6 +15,7 @@
 #include "absl/strings/str_split.h"
 #include "kernels/profile.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "service/targets_file.h"
 #include "workers/expert_slots.h"
 #include "workers/open_store.h"
@@ -29,10 +30,6 @@ constexpr int64_t kMostRanks = 4096;
 constexpr int64_t kMaxTextBytes = int64_t{1} << 20;  // of a policy, an expert map, targets
 constexpr int64_t kMostRedundantExperts = 1'000'000;
 
-absl::Status InContext(const std::string& context, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat(context, ": ", std::string(status.message())));
-}
-
 std::vector<std::string> ProfileNames() {
   std::vector<std::string> names;
   for (const LayoutProfile& profile : AllProfiles()) names.emplace_back(profile.name);
@@ -43,7 +40,7 @@ std::vector<std::string> ProfileNames() {
 absl::StatusOr<std::string> AbsoluteUri(const std::string& uri, const std::string& given_as,
                                         const std::string& working_directory) {
   auto normal = NormalizeUri(uri, working_directory);
-  if (!normal.ok()) return InContext(given_as, normal.status());
+  if (!normal.ok()) return Prefixed(given_as, normal.status());
   if (!IsUtf8(*normal)) {
     return absl::InvalidArgumentError(
         absl::StrCat(given_as, ": ", Printable(*normal), " is not UTF-8, as the API wants it"));
@@ -244,7 +241,7 @@ absl::Status SpecFlags::SetTarget(const std::string& working_directory, v1::Targ
   if (!expert_map_.empty()) {
     SP_ASSIGN_OR_RETURN(const std::string text, ReadText(expert_map_, "an expert map"));
     const auto map = ParseExpertMap(text, parallel.expert_parallel_size());
-    if (!map.ok()) return InContext(expert_map_, map.status());
+    if (!map.ok()) return Prefixed(expert_map_, map.status());
     parallel.mutable_physical_to_logical()->Assign(map->begin(), map->end());
   }
   target.set_naming(naming_);
@@ -267,7 +264,7 @@ absl::Status SpecFlags::AddTargetsOfFile(const std::string& working_directory,
                                          v1::PrepJobSpec& spec) const {
   SP_ASSIGN_OR_RETURN(const std::string text, ReadText(targets_, "targets"));
   absl::StatusOr<std::vector<v1::Target>> targets = ParseTargets(text);
-  if (!targets.ok()) return InContext(targets_, targets.status());
+  if (!targets.ok()) return Prefixed(targets_, targets.status());
   for (v1::Target& target : *targets) {
     const std::string entry = absl::StrCat(targets_, ": targets[", spec.targets_size(), "]");
     SP_ASSIGN_OR_RETURN(*target.mutable_destination_uri(),
@@ -336,7 +333,7 @@ absl::StatusOr<std::vector<std::string>> DirectoryList(const std::string& text,
 absl::StatusOr<std::string> ReadPolicyText(const std::string& path) {
   SP_ASSIGN_OR_RETURN(std::string text, ReadText(path, "an alignment policy"));
   const absl::Status valid = ParseAlignmentPolicy(text).status();
-  if (!valid.ok()) return InContext(path, valid);
+  if (!valid.ok()) return Prefixed(path, valid);
   return text;
 }
 

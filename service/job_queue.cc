@@ -48,6 +48,7 @@
 #include "absl/strings/str_split.h"
 #include "google/protobuf/util/time_util.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/grpc_status.h"
 
 namespace shardprep {
@@ -116,17 +117,6 @@ absl::Duration FromDuration(const google::protobuf::Duration& duration) {
 }
 
 // `status` with another message, its reason kept.
-absl::Status WithMessage(const absl::Status& status, const std::string& message) {
-  absl::Status result(status.code(), message);
-  status.ForEachPayload(
-      [&](absl::string_view url, const absl::Cord& payload) { result.SetPayload(url, payload); });
-  return result;
-}
-
-absl::Status Prefixed(const std::string& prefix, const absl::Status& status) {
-  return WithMessage(status, absl::StrCat(prefix, status.message()));
-}
-
 absl::Status Followed(const absl::Status& status, const std::string& suffix) {
   return WithMessage(status, absl::StrCat(status.message(), suffix));
 }
@@ -868,7 +858,7 @@ void JobQueue::CommitFinished(const std::string& job_id,
     SetPhase(*job, Phase::kCommitDue);
     return;
   }
-  Fail(*job, Prefixed("commit: ", manifests.status()));
+  Fail(*job, Prefixed("commit", manifests.status()));
   Advance(*job);
 }
 
@@ -891,7 +881,7 @@ void JobQueue::CleanFinished(const std::string& job_id, const absl::Status& stat
   }
   Finish(*job, v1::PrepJob::STATE_CANCELLED,
          status.ok() ? job->error
-                     : Prefixed("cancelled, but its output could not be removed: ", status));
+                     : Prefixed("cancelled, but its output could not be removed", status));
 }
 
 // Workers -----------------------------------------------------------------------------------------
@@ -1072,7 +1062,7 @@ void JobQueue::CountFailures(Job& job, const Lease& lease, const absl::Status& c
   Yield(job);
   const std::string where = absl::StrCat("region ", lease.region, ", ");
   if (!AllowsAnotherAttempt(cause)) {
-    Fail(job, Prefixed(absl::StrCat(where, RankText(lease.ranks), ": "), cause));
+    Fail(job, Prefixed(absl::StrCat(where, RankText(lease.ranks)), cause));
     return;
   }
   // A lost worker says nothing about the store, so waiting would not help.
@@ -1090,7 +1080,7 @@ void JobQueue::CountFailures(Job& job, const Lease& lease, const absl::Status& c
       continue;
     }
     Fail(job, Prefixed(absl::StrCat(where, RankText({task.rank}), ": ", task.failed_attempts,
-                                    " attempts failed, the first with: "),
+                                    " attempts failed, the first with"),
                        task.first_cause));
     return;
   }

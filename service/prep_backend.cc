@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/artifact.h"
 #include "workers/byte_size.h"
 #include "workers/grpc_status.h"
@@ -203,11 +204,7 @@ class RealPlannedJob : public PlannedJob {
 
   // `status` with the target that it is about, where there are several.
   absl::Status Of(int32_t target, const absl::Status& status) const {
-    if (status.ok() || is_alone()) return status;
-    absl::Status result(status.code(), absl::StrCat("targets[", target, "]: ", status.message()));
-    status.ForEachPayload(
-        [&](absl::string_view url, const absl::Cord& payload) { result.SetPayload(url, payload); });
-    return result;
+    return InTarget(status, target, targets_->target_count());
   }
 
   // Does something for each target, also after an error. The first error.

@@ -18,6 +18,7 @@
 #include "absl/strings/strip.h"
 #include "absl/types/span.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/digest.h"
 #include "workers/object_names.h"
 #include "workers/parallel.h"
@@ -37,10 +38,6 @@ constexpr int64_t kMaxManifestBytes = int64_t{64} << 20;
 constexpr int64_t kFirstReadBytes = int64_t{512} << 10;
 // Messages travel in gRPC trailers, which are small.
 constexpr size_t kMaxListed = 20;
-
-absl::Status WithPrefix(const std::string& prefix, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat(prefix, ": ", status.message()));
-}
 
 // "a, b and 3 more".
 std::string ListNames(const std::vector<std::string>& names) {
@@ -179,7 +176,7 @@ class CheckpointReader {
     const std::string name = ObjectKey(ManifestName{});
     if (!RootHas(name)) return absl::OkStatus();
     const absl::StatusOr<std::string> text = source_.Get(name, kMaxManifestBytes);
-    if (!text.ok()) return WithPrefix(name, text.status());
+    if (!text.ok()) return Prefixed(name, text.status());
     const absl::StatusOr<nlohmann::json> manifest = ParseObject(*text, name);
     // A file of that name that is something else does no harm.
     if (manifest.ok() && IsPreparedManifest(*manifest)) {
@@ -191,7 +188,7 @@ class CheckpointReader {
   absl::Status ChooseFiles() {
     const absl::StatusOr<std::string> text = source_.Get(kIndexName, options_.max_index_bytes);
     if (!text.ok() && !absl::IsNotFound(text.status())) {
-      return WithPrefix(kIndexName, text.status());
+      return Prefixed(kIndexName, text.status());
     }
     SP_RETURN_IF_ERROR(text.ok() ? ChooseIndexedFiles(*text) : ChooseRootFiles());
     if (static_cast<int64_t>(names_.size()) <= options_.max_files) return absl::OkStatus();
@@ -208,7 +205,7 @@ class CheckpointReader {
     if (static_cast<int64_t>(names_.size()) > options_.max_files) return absl::OkStatus();
     for (const std::string& name : names_) {
       const absl::Status valid = ValidateObjectKey(name);
-      if (!valid.ok()) return WithPrefix(absl::StrCat(kIndexName, ": weight_map"), valid);
+      if (!valid.ok()) return Prefixed(absl::StrCat(kIndexName, ": weight_map"), valid);
       if (!absl::EndsWith(name, kDataExtension)) {
         return absl::InvalidArgumentError(absl::StrCat(
             kIndexName, ": weight_map: ", PrintableName(name), " is no *.safetensors"));
@@ -226,7 +223,7 @@ class CheckpointReader {
       if (absl::IsNotFound(status)) {
         missing.push_back(name);
       } else if (!status.ok()) {
-        return WithPrefix(PrintableName(name), status);
+        return Prefixed(PrintableName(name), status);
       }
     }
     if (missing.empty()) return absl::OkStatus();
@@ -263,7 +260,7 @@ class CheckpointReader {
     if (missing.empty()) return absl::OkStatus();
     // Listings leave out what cannot be opened, such as a dangling link.
     const absl::Status why = source_.Head(missing.front()).status();
-    if (!why.ok() && !absl::IsNotFound(why)) return WithPrefix(PrintableName(missing.front()), why);
+    if (!why.ok() && !absl::IsNotFound(why)) return Prefixed(PrintableName(missing.front()), why);
     return absl::FailedPreconditionError(
         none ? absl::StrCat(source_.uri(), ": no checkpoint: neither ", kIndexName, " nor *",
                             kDataExtension)
@@ -277,7 +274,7 @@ class CheckpointReader {
       return absl::FailedPreconditionError(
           absl::StrCat(source_.uri(), ": ", kConfigName, " is missing"));
     }
-    if (!text.ok()) return WithPrefix(kConfigName, text.status());
+    if (!text.ok()) return Prefixed(kConfigName, text.status());
     SP_ASSIGN_OR_RETURN(nlohmann::json config, ParseObject(*text, kConfigName));
     result_.config_ = std::make_unique<nlohmann::json>(std::move(config));
     result_.config_text_ = *std::move(text);
@@ -326,7 +323,7 @@ class CheckpointReader {
 
   absl::Status ReadStart(OpenFile& file) const {
     absl::StatusOr<std::unique_ptr<ObjectReader>> reader = source_.Open(file.name);
-    if (!reader.ok()) return WithPrefix(PrintableName(file.name), reader.status());
+    if (!reader.ok()) return Prefixed(PrintableName(file.name), reader.status());
     file.reader = *std::move(reader);
     const int64_t size_bytes = file.reader->info().size_bytes;
     file.bytes.resize(static_cast<size_t>(std::min(size_bytes, kFirstReadBytes)));

@@ -10,6 +10,7 @@
 #include "absl/strings/str_join.h"
 #include "kernels/layout.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/canonical_json.h"
 #include "workers/digest.h"
 #include "workers/expert_slots.h"
@@ -99,9 +100,8 @@ absl::Status NormalizeKernelTarget(v1::KernelTarget& kernel) {
 absl::StatusOr<std::string> NormalizeUriField(const std::string& uri, const char* field) {
   if (uri.empty()) return absl::InvalidArgumentError(absl::StrCat(field, " is not set"));
   auto normalized = NormalizeUri(uri);
-  if (normalized.ok()) return normalized;
-  return absl::Status(normalized.status().code(),
-                      absl::StrCat(field, ": ", std::string(normalized.status().message())));
+  if (!normalized.ok()) return Prefixed(field, normalized.status());
+  return normalized;
 }
 
 absl::StatusOr<PolicyFile> PolicyOf(const v1::PrepJobSpec& spec) {
@@ -539,8 +539,7 @@ absl::Status NormalizeTargets(v1::PrepJobSpec& spec) {
 }  // namespace
 
 absl::Status InTarget(const absl::Status& status, int32_t target, int32_t target_count) {
-  if (status.ok() || target_count == 1) return status;
-  return absl::Status(status.code(), absl::StrCat("targets[", target, "]: ", status.message()));
+  return target_count == 1 ? status : Prefixed(absl::StrCat("targets[", target, "]"), status);
 }
 
 absl::StatusOr<v1::PrepJobSpec> NormalizeSpec(const v1::PrepJobSpec& spec) {

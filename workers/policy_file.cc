@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/default_alignment_policy.h"
 #include "workers/digest.h"
 
@@ -390,9 +391,7 @@ absl::StatusOr<PolicyFile> ReadAlignmentPolicy(const std::string& path) {
         absl::StrCat(path, ": larger than ", kMaxFileBytes, " bytes"));
   }
   absl::StatusOr<PolicyFile> file = ParseAlignmentPolicy(text);
-  if (!file.ok()) {
-    return absl::Status(file.status().code(), absl::StrCat(path, ": ", file.status().message()));
-  }
+  if (!file.ok()) return Prefixed(path, file.status());
   return file;
 }
 

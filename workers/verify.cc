@@ -32,6 +32,7 @@
 #include "kernels/layout.h"
 #include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/artifact.h"
 #include "workers/block_plan.h"
 #include "workers/digest.h"
@@ -47,10 +48,6 @@ constexpr int64_t kSourceWindowBytes = int64_t{256} << 10;
 constexpr int64_t kProgressBytes = int64_t{16} << 20;
 constexpr int64_t kWordBytes = 4;
 constexpr std::array<uint8_t, kWordBytes> kMinusInfinity = {0x00, 0x00, 0x80, 0xFF};  // F32
-
-absl::Status Prefixed(const std::string& prefix, const absl::Status& status) {
-  return absl::Status(status.code(), absl::StrCat(prefix, ": ", std::string(status.message())));
-}
 
 // The first byte of `bytes` that is not `value`, or their number.
 int64_t FirstOther(absl::Span<const uint8_t> bytes, uint8_t value) {

@@ -28,6 +28,7 @@
 #include "kernels/layout.h"
 #include "kernels/row_gather.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 
 namespace shardprep {
 namespace {
@@ -268,10 +269,7 @@ class LaneShuffler final : public Shuffler {
     buffer = {};
   }
 
-  absl::Status Named(const absl::Status& status) const {
-    if (status.ok()) return status;
-    return {status.code(), absl::StrCat(name_, ": ", status.message())};
-  }
+  absl::Status Named(const absl::Status& status) const { return Prefixed(name_, status); }
 
   const std::shared_ptr<GpuRuntime> runtime_;
   const int device_;

@@ -75,6 +75,9 @@ class Shuffler {
   // For logs and metrics: "cpu/avx2", "hip:0/gfx942".
   virtual std::string name() const = 0;
 
+  // The PCI address of the device, "0000:c1:00.0"; empty for the host and where it is not known.
+  virtual std::string pci_address() const { return ""; }
+
   // Not OK, for good, once the device was lost: the UNAVAILABLE that a call returned. Thread safe.
   virtual absl::Status Health() const { return absl::OkStatus(); }
 };

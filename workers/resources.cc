@@ -1,11 +1,15 @@
 #include "workers/resources.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 #include <thread>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -41,6 +45,25 @@ std::optional<int64_t> ParseMemoryMax(const std::string& line) {
   int64_t bytes = 0;
   if (!absl::SimpleAtoi(line, &bytes) || bytes <= 0) return std::nullopt;
   return bytes;
+}
+
+constexpr int kMostProcessors = CPU_SETSIZE;
+
+// "0-15,32-47"; empty for anything else.
+Processors ParseProcessorList(const std::string& line) {
+  Processors processors;
+  for (const absl::string_view range : absl::StrSplit(line, ',')) {
+    const std::vector<std::string> ends = absl::StrSplit(range, '-');
+    int first = 0;
+    int last = 0;
+    if (ends.size() > 2 || !absl::SimpleAtoi(ends.front(), &first) ||
+        !absl::SimpleAtoi(ends.back(), &last) || first < 0 || last >= kMostProcessors) {
+      return {};
+    }
+    for (int processor = first; processor <= last; ++processor) processors.push_back(processor);
+  }
+  std::sort(processors.begin(), processors.end());
+  return processors;
 }
 
 template <typename T>
@@ -79,6 +102,37 @@ int DefaultThreads(const CgroupLimits& limits, int processors) {
 
 int DefaultThreads() {
   return DefaultThreads(OwnCgroupLimits(), static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+Processors OwnProcessors() {
+  Processors processors;
+  cpu_set_t set;
+  if (::sched_getaffinity(0, sizeof(set), &set) != 0) return processors;
+  for (int processor = 0; processor < kMostProcessors; ++processor) {
+    if (CPU_ISSET(processor, &set)) processors.push_back(processor);
+  }
+  return processors;
+}
+
+Processors ProcessorsNear(const std::string& address, const Processors& own,
+                          const std::string& sysfs) {
+  int node = -1;  // what Linux says where nodes are not told apart
+  const std::string device =
+      absl::StrCat(sysfs, "/bus/pci/devices/", absl::AsciiStrToLower(address));
+  if (!absl::SimpleAtoi(FirstLine(device + "/numa_node"), &node) || node < 0) return {};
+  const Processors there = ParseProcessorList(
+      FirstLine(absl::StrCat(sysfs, "/devices/system/node/node", node, "/cpulist")));
+  Processors near;
+  std::set_intersection(there.begin(), there.end(), own.begin(), own.end(),
+                        std::back_inserter(near));
+  return near;
+}
+
+bool RunOnlyOn(const Processors& processors) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int processor : processors) CPU_SET(processor, &set);
+  return ::sched_setaffinity(0, sizeof(set), &set) == 0;
 }
 
 int64_t DefaultMemoryBudget(const CgroupLimits& limits) {

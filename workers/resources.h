@@ -1,10 +1,12 @@
 // What this process may use: processors and memory, as the machine and its control groups (version
-// 2) say. A container sees the processors and the memory of its node; its limits stand elsewhere.
+// 2) say, and what of it lies near a device. A container sees the processors and the memory of its
+// node; its limits stand elsewhere.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace shardprep {
 
@@ -31,5 +33,20 @@ int DefaultThreads();
 // A worker's budget when nobody says one: 512 MiB, or half of the limit where that is less. The
 // other half is for what is not in the budget.
 int64_t DefaultMemoryBudget(const CgroupLimits& limits);
+
+// Numbers of processors, in rising order.
+using Processors = std::vector<int>;
+
+// Those that the calling thread may run on.
+Processors OwnProcessors();
+
+// Of `own`, those of the memory node that the PCI device at `address` ("0000:c1:00.0") is attached
+// to. Empty when that is not known: no such device, a machine whose nodes are not told apart, a
+// file of `sysfs` that cannot be read; and when none of `own` is there.
+Processors ProcessorsNear(const std::string& address, const Processors& own,
+                          const std::string& sysfs = "/sys");
+
+// Binds the calling thread, and those that it starts. False where the system refuses.
+bool RunOnlyOn(const Processors& processors);
 
 }  // namespace shardprep

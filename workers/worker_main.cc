@@ -124,6 +124,22 @@ std::string DefaultWorkerId() {
   return std::string(host) + "-" + std::to_string(getpid());
 }
 
+// What goes to a GPU and comes from it should not cross to another memory node. Threads and memory
+// that are there already, those of the GPU's runtime among them, would stay where they are, so the
+// program starts over, bound to the processors of the device's node, of which then all that it
+// makes is. Where nothing is known of nodes, or another binding is in force, that stays.
+void StartOverNear(const Shuffler& shuffler, char** argv) {
+  const Processors own = OwnProcessors();
+  const Processors near = ProcessorsNear(shuffler.pci_address(), own);
+  if (near.empty() || near == own || !RunOnlyOn(near)) return;
+  Log(LogLevel::kInfo, "worker", "starting over near the device",
+      {{"device", shuffler.name()},
+       {"processors", static_cast<int64_t>(near.size())},
+       {"of", static_cast<int64_t>(own.size())}});
+  ::execv("/proc/self/exe", argv);
+  RunOnlyOn(own);
+}
+
 // A worker of directories goes on without S3; a job that needs it is then told so.
 std::shared_ptr<S3Connection> S3FromFlags(S3Observer* observer) {
   const auto options = MakeS3Options(S3ProgramFlags(), ReadEnvironmentVariable);
@@ -134,7 +150,7 @@ std::shared_ptr<S3Connection> S3FromFlags(S3Observer* observer) {
 }
 
 // `config` is the effective configuration when that is all that is wanted.
-int Main(const std::optional<std::string>& config) {
+int Main(const std::optional<std::string>& config, char** argv) {
   Ending::BlockSignals();
   if (config.has_value()) std::fputs(config->c_str(), stdout);
   const auto log_level = ParseLogLevel(absl::GetFlag(FLAGS_log_level));
@@ -160,6 +176,7 @@ int Main(const std::optional<std::string>& config) {
 
   const auto device = OpenDevice(absl::GetFlag(FLAGS_device), options.threads);
   if (!device.ok()) return Fail(device.status());
+  if (!config.has_value()) StartOverNear(*device->shuffler, argv);
   // Commands that run a worker show this line to people (service/cli_console.cc).
   Log(LogLevel::kInfo, "worker", "device chosen",
       {{"device", device->shuffler->name()}, {"reason", device->reason}});
@@ -203,5 +220,5 @@ int main(int argc, char** argv) {
       argc, argv,
       "Prepares what a shardprep controller leases to it, until SIGTERM.\n\n"
       "  shardprep-worker --controller=unix:/run/shardprep/controller.sock --memory_budget=512MiB");
-  return shardprep::Main(config);
+  return shardprep::Main(config, argv);
 }

@@ -30,6 +30,7 @@
 #define hipHostRegisterDefault cudaHostRegisterDefault
 #define hipStreamNonBlocking cudaStreamNonBlocking
 
+#define hipDeviceGetPCIBusId cudaDeviceGetPCIBusId
 #define hipFree cudaFree
 #define hipGetDeviceCount cudaGetDeviceCount
 #define hipGetDeviceProperties cudaGetDeviceProperties

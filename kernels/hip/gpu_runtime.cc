@@ -60,6 +60,14 @@ class Runtime final : public GpuRuntime {
     return ArchitectureOf(properties);
   }
 
+  absl::StatusOr<std::string> PciAddress(int device) override {
+    char address[32] = "";
+    SP_RETURN_IF_ERROR(
+        Check(hipDeviceGetPCIBusId(address, static_cast<int>(sizeof(address)), device),
+              "read PCI address"));
+    return std::string(address);
+  }
+
   absl::Status Select(int device) override { return Check(hipSetDevice(device), "select device"); }
 
   absl::StatusOr<GpuStream> MakeStream() override {

@@ -17,12 +17,12 @@ namespace shardprep {
 
 using GpuStream = void*;
 
-// Thread safe. Calls but DeviceCount(), Architecture() and Select() act on the device that the
-// calling thread selected last. Work on one stream runs in the order in which it was queued, on
-// two streams in any. Every call may also return an error of earlier queued work.
-// RESOURCE_EXHAUSTED: memory of host or device; FAILED_PRECONDITION: no driver, no such device, or
-// one that the compiled kernels do not run on; INTERNAL: a call of ours was wrong; UNAVAILABLE:
-// the device or its driver failed, and will not work again in this process.
+// Thread safe. Calls that take no device act on the one that the calling thread selected last. Work
+// on one stream runs in the order in which it was queued, on two streams in any. Every call may
+// also return an error of earlier queued work. RESOURCE_EXHAUSTED: memory of host or device;
+// FAILED_PRECONDITION: no driver, no such device, or one that the compiled kernels do not run on;
+// INTERNAL: a call of ours was wrong; UNAVAILABLE: the device or its driver failed, and will not
+// work again in this process.
 class GpuRuntime {
  public:
   virtual ~GpuRuntime() = default;
@@ -36,6 +36,8 @@ class GpuRuntime {
   virtual absl::StatusOr<int> DeviceCount() = 0;
   // For example "gfx942:sramecc+:xnack-".
   virtual absl::StatusOr<std::string> Architecture(int device) = 0;
+  // For example "0000:c1:00.0".
+  virtual absl::StatusOr<std::string> PciAddress(int device) = 0;
   virtual absl::Status Select(int device) = 0;
 
   virtual absl::StatusOr<GpuStream> MakeStream() = 0;

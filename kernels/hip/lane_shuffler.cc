@@ -130,6 +130,10 @@ class LaneShuffler final : public Shuffler {
 
   std::string name() const override { return name_; }
 
+  std::string pci_address() const override {
+    return runtime_->PciAddress(device_).value_or(std::string());
+  }
+
   absl::Status Health() const override {
     absl::MutexLock lock(&mu_);
     return health_;

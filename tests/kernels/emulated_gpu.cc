@@ -109,6 +109,12 @@ absl::StatusOr<std::string> EmulatedGpu::Architecture(int device) {
   return options_.architecture;
 }
 
+absl::StatusOr<std::string> EmulatedGpu::PciAddress(int device) {
+  absl::MutexLock lock(&mu_);
+  SP_RETURN_IF_ERROR(Count("pci-address"));
+  return absl::StrCat("0000:0", device, ":00.0");
+}
+
 absl::Status EmulatedGpu::Select(int device) {
   absl::MutexLock lock(&mu_);
   SP_RETURN_IF_ERROR(Count("select"));

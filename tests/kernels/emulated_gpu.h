@@ -60,6 +60,7 @@ class EmulatedGpu final : public GpuRuntime {
   std::vector<std::string> CompiledArchitectures() const override { return options_.compiled; }
   absl::StatusOr<int> DeviceCount() override;
   absl::StatusOr<std::string> Architecture(int device) override;
+  absl::StatusOr<std::string> PciAddress(int device) override;
   absl::Status Select(int device) override;
   absl::StatusOr<GpuStream> MakeStream() override;
   void DestroyStream(GpuStream stream) override;

@@ -347,7 +347,11 @@ TEST(LaneShuffler, AnArchitectureThatWasNotCompiledForIsRefusedBeforeItIsUsed) {
 
 TEST(LaneShuffler, EachDeviceOfAMachineCanBeOpenedAndNoOther) {
   const auto gpu = std::make_shared<EmulatedGpu>(EmulatedGpuOptions{.devices = 2});
-  EXPECT_EQ(MakeLaneShuffler(gpu, 1).value()->name(), "hip:1/gfx942");
+  const auto second = MakeLaneShuffler(gpu, 1).value();
+  EXPECT_EQ(second->name(), "hip:1/gfx942");
+  EXPECT_EQ(second->pci_address(), "0000:01:00.0");
+  gpu->FailCall(gpu->calls(), absl::UnavailableError("not told"));
+  EXPECT_EQ(second->pci_address(), "");
   for (const int device : {-1, 2}) {
     const absl::Status status = MakeLaneShuffler(gpu, device).status();
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);

@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <thread>
 
 #include "gtest/gtest.h"
 #include "tests/support/temp_dir.h"
@@ -53,6 +54,59 @@ TEST_F(CgroupTest, WhatIsMissingOrMalformedLimitsNothing) {
     Plant("a", "memory.max", text);
     EXPECT_FALSE(Read("0::/a\n").memory_bytes.has_value()) << text;
   }
+}
+
+// A machine of two memory nodes with a device at each, and one at none.
+class NodesTest : public ::testing::Test {
+ protected:
+  NodesTest() {
+    Plant("bus/pci/devices/0000:05:00.0/numa_node", "0\n");
+    Plant("bus/pci/devices/0000:c1:00.0/numa_node", "1\n");
+    Plant("bus/pci/devices/0000:d1:00.0/numa_node", "-1\n");
+    Plant("devices/system/node/node0/cpulist", "0-3,8-11\n");
+    Plant("devices/system/node/node1/cpulist", "4-7,12\n");
+  }
+
+  void Plant(const std::string& file, const std::string& text) {
+    const std::filesystem::path path = std::filesystem::path(root()) / file;
+    std::filesystem::create_directories(path.parent_path());
+    std::ofstream(path) << text;
+  }
+  std::string root() const { return directory_ / "sys"; }
+
+  const Processors all_ = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12};
+  TempDir directory_;
+};
+
+TEST_F(NodesTest, ProcessorsNearADeviceAreThoseOfItsNodeThatMayBeUsed) {
+  EXPECT_EQ(ProcessorsNear("0000:05:00.0", all_, root()), (Processors{0, 1, 2, 3, 8, 9, 10, 11}));
+  EXPECT_EQ(ProcessorsNear("0000:C1:00.0", all_, root()), (Processors{4, 5, 6, 7, 12}));
+  EXPECT_EQ(ProcessorsNear("0000:c1:00.0", {3, 5, 12, 40}, root()), (Processors{5, 12}));
+  EXPECT_EQ(ProcessorsNear("0000:c1:00.0", {0, 1}, root()), Processors{}) << "bound elsewhere";
+}
+
+TEST_F(NodesTest, WhatIsNotKnownBindsNothing) {
+  EXPECT_EQ(ProcessorsNear("0000:d1:00.0", all_, root()), Processors{});
+  EXPECT_EQ(ProcessorsNear("0000:e1:00.0", all_, root()), Processors{});
+  EXPECT_EQ(ProcessorsNear("", all_, root()), Processors{});
+  for (const char* text : {"", "x", "4-", "-7", "4-7-9", "7,,8", "0-99999999999"}) {
+    Plant("devices/system/node/node1/cpulist", text);
+    EXPECT_EQ(ProcessorsNear("0000:c1:00.0", all_, root()), Processors{}) << text;
+  }
+  std::filesystem::remove_all(root() + "/devices");
+  EXPECT_EQ(ProcessorsNear("0000:05:00.0", all_, root()), Processors{});
+}
+
+TEST(Resources, AThreadRunsWhereItIsBound) {
+  std::thread([] {
+    const Processors own = OwnProcessors();
+    ASSERT_FALSE(own.empty());
+    EXPECT_FALSE(RunOnlyOn({}));
+    EXPECT_EQ(OwnProcessors(), own);
+    ASSERT_TRUE(RunOnlyOn({own.back()}));
+    EXPECT_EQ(OwnProcessors(), Processors{own.back()});
+    std::thread([&] { EXPECT_EQ(OwnProcessors(), Processors{own.back()}); }).join();
+  }).join();
 }
 
 TEST(Resources, ThreadsAreWholeProcessorsOfTheQuota) {

@@ -708,9 +708,8 @@ class ChunkRun {
 
   // An object that is no file here costs no descriptor while it is open.
   absl::Status OpenObjects() {
-    return TryForEachAtOnce(static_cast<int64_t>(files_.size()), kRequestsAtOnce, [&](int64_t f) {
-      return OpenObject(files_[static_cast<size_t>(f)]);
-    });
+    return TryForEachAtOnce(static_cast<int64_t>(files_.size()), kRequestsAtOnce,
+                            [&](int64_t f) { return OpenObject(files_[static_cast<size_t>(f)]); });
   }
 
   absl::Status Prepare(OpenFile& file) {

@@ -14,7 +14,6 @@
 #include <memory>
 #include <string>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -35,6 +34,7 @@
 #include "workers/byte_size.h"
 #include "workers/grpc_status.h"
 #include "workers/open_store.h"
+#include "workers/resources.h"
 #include "workers/roofline.h"
 
 namespace shardprep {
@@ -58,10 +58,7 @@ struct BenchFlags {
   int64_t repetitions = 5;
   bool json = false;
 
-  int ThreadCount() const {
-    if (threads > 0) return static_cast<int>(threads);
-    return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
-  }
+  int ThreadCount() const { return threads > 0 ? static_cast<int>(threads) : DefaultThreads(); }
 };
 
 // Ends the work in hand when a signal comes.

@@ -100,8 +100,12 @@ int DefaultThreads(const CgroupLimits& limits, int processors) {
   return std::max(1, std::min(processors, most));
 }
 
+// Not by std::thread::hardware_concurrency() where it can be helped: with glibc 2.36 that is the
+// machine's processors, whatever the process is bound to.
 int DefaultThreads() {
-  return DefaultThreads(OwnCgroupLimits(), static_cast<int>(std::thread::hardware_concurrency()));
+  const Processors own = OwnProcessors();
+  const size_t processors = own.empty() ? std::thread::hardware_concurrency() : own.size();
+  return DefaultThreads(OwnCgroupLimits(), static_cast<int>(processors));
 }
 
 Processors OwnProcessors() {

@@ -37,7 +37,7 @@ int64_t DefaultMemoryBudget(const CgroupLimits& limits);
 // Numbers of processors, in rising order.
 using Processors = std::vector<int>;
 
-// Those that the calling thread may run on.
+// Those that the calling thread may run on. Empty on a machine with more than 1024.
 Processors OwnProcessors();
 
 // Of `own`, those of the memory node that the PCI device at `address` ("0000:c1:00.0") is attached

@@ -1,8 +1,10 @@
 // Memory that the bytes of shards pass through: made once, used for many leases.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 
 #include "absl/types/span.h"
 
@@ -15,6 +17,12 @@ namespace shardprep {
 class WorkMemory {
  public:
   WorkMemory() = default;
+  WorkMemory(WorkMemory&& other) noexcept { *this = std::move(other); }
+  WorkMemory& operator=(WorkMemory&& other) noexcept {
+    memory_ = std::move(other.memory_);
+    size_ = std::exchange(other.size_, 0);
+    return *this;
+  }
   // `size_bytes` is not negative. Crashes where there is no memory.
   explicit WorkMemory(int64_t size_bytes);
 

@@ -28,6 +28,7 @@
 
 #include "absl/types/span.h"
 #include "kernels/shuffle.h"
+#include "workers/resources.h"
 #include "workers/work_memory.h"
 
 namespace shardprep {
@@ -194,7 +195,7 @@ bool RegisterAll() {
       Register(name + "/whole", [=](benchmark::State& state) { Whole(state, geometry, isa, 1); });
     }
   }
-  const int threads = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const int threads = DefaultThreads();
   for (const Geometry& geometry : kGeometries) {
     const std::string name = MakeHostShuffler()->name() + "/" + geometry.name;
     Register(name + "/all",

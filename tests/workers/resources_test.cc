@@ -105,6 +105,7 @@ TEST(Resources, AThreadRunsWhereItIsBound) {
     EXPECT_EQ(OwnProcessors(), own);
     ASSERT_TRUE(RunOnlyOn({own.back()}));
     EXPECT_EQ(OwnProcessors(), Processors{own.back()});
+    EXPECT_EQ(DefaultThreads(), 1) << "threads beyond would share the processor";
     std::thread([&] { EXPECT_EQ(OwnProcessors(), Processors{own.back()}); }).join();
   }).join();
 }

@@ -38,6 +38,8 @@ TEST(WorkMemory, MovesWithItsBytes) {
   WorkMemory second = std::move(first);
   EXPECT_EQ(second.bytes().data(), at);
   EXPECT_EQ(second.bytes()[kMiB - 1], 77);
+  // NOLINTNEXTLINE(bugprone-use-after-move): that nothing is left is what is asked.
+  EXPECT_TRUE(first.bytes().empty());
 }
 
 }  // namespace

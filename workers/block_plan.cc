@@ -113,7 +113,9 @@ MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
       largest_part = std::max(largest_part, part.data_bytes);
     }
   }
-  need.per_rank = destination.WriteBufferBytes(largest_part + kMaxHeaderBytes, largest_output);
+  const int64_t largest_object = largest_part + kMaxHeaderBytes;
+  need.per_rank = destination.WriteBufferBytes(largest_object, largest_output);
+  need.per_write = destination.FurtherWriteBytes(largest_object, largest_output);
   if (need.preferred_read > 0) {
     least_span = (least_span + kSpanAlignment - 1) / kSpanAlignment * kSpanAlignment;
     need.read_ahead_least = 2 * least_span;
@@ -135,6 +137,7 @@ MemoryNeed JointMemoryNeed(const std::vector<MemoryNeed>& needs, int64_t largest
   MemoryNeed joint;
   for (const MemoryNeed& need : needs) {
     joint.per_rank = std::max(joint.per_rank, need.per_rank);
+    joint.per_write = std::max(joint.per_write, need.per_write);
     joint.preferred_read = std::max(joint.preferred_read, need.preferred_read);
   }
   const int64_t span = (std::max(largest_span, JointSpanBytes(joint)) + kSpanAlignment - 1) /
@@ -162,8 +165,13 @@ absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes
          need.Total(shape.ranks, shape.threads + 1) <= budget_bytes) {
     ++shape.threads;
   }
-  const int64_t spare = budget_bytes - need.Total(shape.ranks, shape.threads);
+  int64_t spare = budget_bytes - need.Total(shape.ranks, shape.threads);
   shape.read_ahead = std::min(need.read_ahead_most, need.read_ahead_least + spare);
+  spare -= shape.read_ahead - need.read_ahead_least;
+  while (shape.writes < need.MostWrites(shape.ranks) && shape.ranks * need.per_write <= spare) {
+    ++shape.writes;
+    spare -= shape.ranks * need.per_write;
+  }
   return shape;
 }
 

@@ -5,6 +5,7 @@
 // read is a request are read ahead in larger spans (source_spans.h), and blocks are cut from those.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -62,13 +63,18 @@ std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRang
 // Ranges of a source that prefers large reads which are fetched at a time.
 inline constexpr int kSourceReaders = 16;
 
+// Writes of all ranks that are on their way at a time where memory allows. Measured on a local
+// disk: fewer leave it idle, more gain nothing.
+inline constexpr int32_t kWritesAtOnce = 8;
+
 // Spans start at multiples of it in the buffer that they share.
 inline constexpr int64_t kSpanAlignment = 64;
 
 // Buffers of one lease, in bytes. Either the threads read blocks, or, where the source prefers
 // large reads, spans are read ahead into one buffer that all threads share.
 struct MemoryNeed {
-  int64_t per_rank = 0;      // write buffer of a rank's stream
+  int64_t per_rank = 0;      // write buffer of a rank's stream, for one write at once
+  int64_t per_write = 0;     // what a further write at once adds to it; 0: it is of no use
   int64_t per_thread = 0;    // block that only one thread reads
   int64_t shared_block = 0;  // a block that all threads share; threads + 1 of them are in flight
 
@@ -76,15 +82,22 @@ struct MemoryNeed {
   int64_t read_ahead_least = 0;  // two spans of the least size
   int64_t read_ahead_most = 0;   // as much as kSourceReaders can keep busy; more is no use
 
-  // With the least to read ahead in: what a lease cannot do without.
+  // With the least to read ahead in and one write at once: what a lease cannot do without.
   int64_t Total(int64_t ranks, int64_t threads) const {
     return ranks * per_rank + threads * per_thread + (threads + 1) * shared_block +
            read_ahead_least;
   }
-  // With the most to read ahead in: what a lease can make use of.
+  // With the most to read ahead in and most writes: what a lease can make use of.
   int64_t Most(int64_t ranks, int64_t threads) const {
-    return Total(ranks, threads) + read_ahead_most - read_ahead_least;
+    return Total(ranks, threads) + read_ahead_most - read_ahead_least +
+           ranks * (MostWrites(ranks) - 1) * per_write;
   }
+
+  // Of one rank's stream that are of use.
+  int64_t MostWrites(int64_t ranks) const {
+    return per_write == 0 ? 1 : std::max<int64_t>(1, (kWritesAtOnce + ranks - 1) / ranks);
+  }
+  int64_t WriteBuffer(int64_t writes) const { return per_rank + (writes - 1) * per_write; }
 };
 
 MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
@@ -105,10 +118,12 @@ struct LeaseShape {
   int32_t ranks = 0;
   int32_t threads = 0;
   int64_t read_ahead = 0;  // bytes, of MemoryNeed::read_ahead_least to _most
+  int32_t writes = 1;      // WriteOptions::writes_at_once of each rank's stream
 };
 
 // As many of `rank_count` ranks as fit, with at most `threads` threads (never more than ranks). A
-// budget that does not suffice for all cuts first what is read ahead, then threads, then ranks.
+// budget that does not suffice for all cuts first writes at once, then what is read ahead, then
+// threads, then ranks.
 // INVALID_ARGUMENT stating the minimum budget when not even one rank on one thread fits.
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,
                                     int32_t rank_count, int32_t threads);

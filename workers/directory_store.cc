@@ -25,8 +25,8 @@
 //
 // Past the page cache (O_DIRECT). On the block file systems where it was measured, a large object
 // costs a tenth of the processor time so: nothing is copied into pages that must be found first.
-// The caller fills one half of its buffer while threads of the store write the other. Memory,
-// offsets and sizes are multiples of 4 KiB; what is left of a half that is written goes to the
+// The caller fills one piece of its buffer while threads of the store write the others. Memory,
+// offsets and sizes are multiples of 4 KiB; what is left of a piece that is written goes to the
 // start of the next, and the end of the object through the page cache. Where a write of this kind
 // is refused after all, it is repeated, and the rest written, through the page cache.
 //
@@ -61,7 +61,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdlib>
@@ -129,10 +128,10 @@ constexpr size_t kMaxTransferBytes = 0x7ffff000;
 // Measured best for streams into preallocated files: larger pieces leave the caches.
 constexpr int64_t kWritePieceBytes = int64_t{256} << 10;
 constexpr int64_t kWritebackBytes = int64_t{4} << 20;
-// Past the page cache: least size of an object, of half a buffer, and what everything is a multiple
+// Past the page cache: least size of an object and of a piece, and what everything is a multiple
 // of. Measured: 512 KiB and 1 MiB are as fast, less is slower.
 constexpr int64_t kDirectObjectBytes = int64_t{8} << 20;
-constexpr int64_t kDirectHalfBytes = int64_t{512} << 10;
+constexpr int64_t kDirectPieceBytes = int64_t{512} << 10;
 constexpr int64_t kDirectAlignment = 4096;
 // They wait for the disk nearly all the time.
 constexpr int kDirectWriters = 8;
@@ -836,67 +835,72 @@ class WriteQueue {
   std::vector<std::thread> threads_ ABSL_GUARDED_BY(mu_);
 };
 
-// Writes one file past the page cache, two halves of a buffer in turn. Not thread safe.
+// Writes one file past the page cache, the pieces of a buffer in turn. Not thread safe.
 class DirectWriter {
  public:
-  // `buffer` has at least BufferBytes(1); all must outlive it.
+  // `buffer` has at least BufferBytes(1, writes_at_once); all must outlive it.
   DirectWriter(const Tree* tree, WriteQueue* queue, const TemporaryObject* file,
-               absl::Span<uint8_t> buffer)
-      : tree_(tree), queue_(queue), file_(file) {
+               absl::Span<uint8_t> buffer, int writes_at_once)
+      : tree_(tree), queue_(queue), file_(file), pieces_(static_cast<size_t>(writes_at_once) + 1) {
     const auto address = reinterpret_cast<uintptr_t>(buffer.data());
     const auto skip = static_cast<size_t>(-address % kDirectAlignment);
-    const auto half =
-        static_cast<size_t>(RoundDown(static_cast<int64_t>(buffer.size() - skip) / 2));
-    for (size_t h = 0; h < 2; ++h) halves_[h].memory = buffer.subspan(skip + h * half, half);
+    const auto size = static_cast<size_t>(
+        RoundDown(static_cast<int64_t>((buffer.size() - skip) / pieces_.size())));
+    for (size_t p = 0; p < pieces_.size(); ++p) {
+      pieces_[p].memory = buffer.subspan(skip + p * size, size);
+    }
   }
 
   ~DirectWriter() { AwaitAll().IgnoreError(); }
 
-  // Of a buffer for reservations of at most `reserve` bytes, behind what a half left over.
-  static int64_t BufferBytes(int64_t reserve) {
-    const int64_t half = std::max(kDirectHalfBytes, RoundUp(reserve) + kDirectAlignment);
-    return 2 * half + kDirectAlignment;
+  // A piece for reservations of at most `reserve` bytes, behind what another left over.
+  static int64_t PieceBytes(int64_t reserve) {
+    return std::max(kDirectPieceBytes, RoundUp(reserve) + kDirectAlignment);
   }
 
-  // The half to be filled from its start on.
-  absl::Span<uint8_t> half() const { return halves_[current_].memory; }
+  static int64_t BufferBytes(int64_t reserve, int writes_at_once) {
+    return (writes_at_once + 1) * PieceBytes(reserve) + kDirectAlignment;
+  }
 
-  // Has the first `filled` bytes of the half written at `offset`, and turns to the other half when
+  // The piece to be filled from its start on.
+  absl::Span<uint8_t> piece() const { return pieces_[current_].memory; }
+
+  // Has the first `filled` bytes of the piece written at `offset`, and turns to the next piece when
   // that has been written. Returns how many bytes were too few to be written: they now stand at the
-  // start of that half. Errors are those of any write so far.
+  // start of that piece. Errors are those of any write so far.
   absl::StatusOr<int64_t> Turn(int64_t filled, int64_t offset) {
     const int64_t size = RoundDown(filled);
-    Half& full = halves_[current_];
+    Piece& full = pieces_[current_];
     if (size > 0) Start(full, size, offset);
-    Half& next = halves_[1 - current_];
+    current_ = (current_ + 1) % pieces_.size();
+    Piece& next = pieces_[current_];
     SP_RETURN_IF_ERROR(Await(next));
     std::copy_n(full.memory.data() + size, filled - size, next.memory.data());
-    current_ = 1 - current_;
     return filled - size;
   }
 
   absl::Status AwaitAll() {
-    absl::Status status = Await(halves_[0]);
-    status.Update(Await(halves_[1]));
+    absl::Status status;
+    for (const Piece& piece : pieces_) status = Await(piece);
     return status;
   }
 
  private:
-  struct Half {
+  struct Piece {
     absl::Span<uint8_t> memory;
     bool being_written = false;
   };
 
-  void Start(Half& half, int64_t size, int64_t offset) {
+  void Start(Piece& piece, int64_t size, int64_t offset) {
     {
       absl::MutexLock lock(&mu_);
-      half.being_written = true;
+      piece.being_written = true;
     }
-    queue_->Add([this, &half, size, offset] {
-      const absl::Status status = Write(half.memory.first(static_cast<size_t>(size)), offset);
+    queue_->Add([this, &piece, size, offset] {
+      const absl::Status status = Write(piece.memory.first(static_cast<size_t>(size)), offset);
       absl::MutexLock lock(&mu_);
       error_.Update(status);
-      half.being_written = false;
+      piece.being_written = false;
     });
   }
 
@@ -910,9 +914,10 @@ class DirectWriter {
     return status;
   }
 
-  absl::Status Await(const Half& half) {
+  // The first error of any write so far.
+  absl::Status Await(const Piece& piece) {
     absl::MutexLock lock(&mu_);
-    const auto written = [&half] { return !half.being_written; };
+    const auto written = [&piece] { return !piece.being_written; };
     mu_.Await(absl::Condition(&written));
     return error_;
   }
@@ -921,7 +926,7 @@ class DirectWriter {
   WriteQueue* const queue_;
   const TemporaryObject* const file_;
   absl::Mutex mu_;
-  std::array<Half, 2> halves_;  // being_written is guarded by mu_
+  std::vector<Piece> pieces_;  // being_written is guarded by mu_
   absl::Status error_ ABSL_GUARDED_BY(mu_);
   size_t current_ = 0;
 };
@@ -960,12 +965,13 @@ class DirectoryWriter final : public ObjectWriter {
   void TryDirect() {
     FileOps& ops = tree_->ops();
     if (options_.size_bytes < kDirectObjectBytes ||
-        static_cast<int64_t>(options_.buffer.size()) < DirectWriter::BufferBytes(1) ||
+        static_cast<int64_t>(options_.buffer.size()) <
+            DirectWriter::BufferBytes(1, options_.writes_at_once) ||
         !ops.SuitsDirect(temporary_.fd) || ops.SetDirect(temporary_.fd, true) != 0) {
       return;
     }
-    direct_.emplace(tree_, queue_, &temporary_, options_.buffer);
-    memory_ = direct_->half();
+    direct_.emplace(tree_, queue_, &temporary_, options_.buffer, options_.writes_at_once);
+    memory_ = direct_->piece();
     largest_reserve_ = static_cast<int64_t>(memory_.size()) - kDirectAlignment;
   }
 
@@ -1037,7 +1043,7 @@ class DirectoryWriter final : public ObjectWriter {
     if (!left.ok()) return Fail(left.status());
     written_ += filled_ - *left;
     filled_ = *left;
-    memory_ = direct_->half();
+    memory_ = direct_->piece();
     return absl::OkStatus();
   }
 
@@ -1057,7 +1063,7 @@ class DirectoryWriter final : public ObjectWriter {
   WriteQueue* const queue_;
   const std::string key_;
   const WriteOptions options_;
-  absl::Span<uint8_t> memory_;  // the buffer, or the half of it that is filled
+  absl::Span<uint8_t> memory_;  // the buffer, or the piece of it that is filled
   int64_t largest_reserve_;
   TemporaryObject temporary_;
   std::optional<DirectWriter> direct_;
@@ -1119,7 +1125,10 @@ class DirectoryStore final : public ObjectStore {
 
   int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override {
     return largest_object < kDirectObjectBytes ? std::max(largest_reserve, kWritePieceBytes)
-                                               : DirectWriter::BufferBytes(largest_reserve);
+                                               : DirectWriter::BufferBytes(largest_reserve, 1);
+  }
+  int64_t FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const override {
+    return largest_object < kDirectObjectBytes ? 0 : DirectWriter::PieceBytes(largest_reserve);
   }
 
   absl::StatusOr<int64_t> FreeBytes() override;
@@ -1145,10 +1154,7 @@ class DirectoryStore final : public ObjectStore {
 absl::StatusOr<std::unique_ptr<ObjectWriter>> DirectoryStore::Create(const std::string& key,
                                                                      const WriteOptions& options) {
   SP_RETURN_IF_ERROR(ValidateObjectKey(key));
-  if (options.size_bytes < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(tree_.PathOf(key), ": size ", options.size_bytes, ", want 0 or more"));
-  }
+  SP_RETURN_IF_ERROR(CheckWriteOptions(tree_.PathOf(key), options));
   SP_ASSIGN_OR_RETURN(TemporaryObject temporary, tree_.CreateTemporary());
   auto writer =
       std::make_unique<DirectoryWriter>(&tree_, &writes_, key, options, std::move(temporary));

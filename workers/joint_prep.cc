@@ -55,15 +55,15 @@ class JointRegion {
         progress_(progress),
         files_(members.front().wants.plan->checkpoint(), *task.source, progress),
         plan_(PlanJointSpans(task.region, WantsOf(members), JointSpanBytes(need))) {
+    const auto buffer_bytes = static_cast<size_t>(need.WriteBuffer(shape.writes));
     streams_.reserve(members.size());
     for (size_t m = 0; m < members.size(); ++m) {
       const Member& member = members[m];
-      const auto buffer = memory.subspan(m * static_cast<size_t>(need.per_rank),
-                                         static_cast<size_t>(need.per_rank));
+      const auto buffer = memory.subspan(m * buffer_bytes, buffer_bytes);
       streams_.push_back(std::make_unique<Stream>(
           Stream{.out = RankStream({member.target->plan, task.region, member.rank,
                                     member.target->destination, &task.gate},
-                                   progress, buffer),
+                                   progress, buffer, shape.writes),
                  .target = member.target,
                  .parts = PartRangesOf(member),
                  .shares = &plan_.shares[m]}));
@@ -71,8 +71,8 @@ class JointRegion {
     const auto read = [this](const SourceRange& range, absl::Span<uint8_t> out) {
       return files_.Read(range.file, range.offset, out);
     };
-    const auto ring = memory.subspan(members.size() * static_cast<size_t>(need.per_rank),
-                                     static_cast<size_t>(shape.read_ahead));
+    const auto ring =
+        memory.subspan(members.size() * buffer_bytes, static_cast<size_t>(shape.read_ahead));
     reader_.emplace(plan_.spans, ring, static_cast<int>(streams_.size()),
                     need.preferred_read > 0 ? kSourceReaders : kJointFileReaders, read, task.stop);
     // Whoever comes in later must not hold up the spans of the others.

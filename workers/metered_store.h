@@ -31,6 +31,9 @@ class MeteredStore : public ObjectStore {
   int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override {
     return store_->WriteBufferBytes(largest_object, largest_reserve);
   }
+  int64_t FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const override {
+    return store_->FurtherWriteBytes(largest_object, largest_reserve);
+  }
   int64_t PreferredReadBytes() const override { return store_->PreferredReadBytes(); }
   absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
   absl::StatusOr<std::unique_ptr<StoreClaim>> Claim() override { return store_->Claim(); }

@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 
 namespace shardprep {
@@ -99,13 +100,30 @@ struct WriteOptions {
   // The object's exact size, announced. Space for it is taken up front where the store can.
   int64_t size_bytes = 0;
   // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(size_bytes, largest
-  // Reserve). It belongs to the writer until Commit() returns or the writer is destroyed.
+  // Reserve), and FurtherWriteBytes() of the same for each write at once beyond the first. It
+  // belongs to the writer until Commit() returns or the writer is destroyed.
   absl::Span<uint8_t> buffer;
+  // Pieces that may be on their way while the caller fills another, at least 1. A store without
+  // such pieces ignores it.
+  int writes_at_once = 1;
   // What the caller knows of the SHA-256 of what it writes: 64 hexadecimal digits for bytes [begin,
   // end) of the object, or empty. Asked from Advance() and Commit(), about bytes advanced over. A
   // store that needs them anyway does not hash these bytes again. May be empty.
   std::function<std::string(int64_t begin, int64_t end)> sha256_of;
 };
+
+// INVALID_ARGUMENT, naming the object, when there can be no such write.
+inline absl::Status CheckWriteOptions(const std::string& name, const WriteOptions& options) {
+  if (options.size_bytes < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": size ", options.size_bytes, ", want 0 or more"));
+  }
+  if (options.writes_at_once < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, ": ", options.writes_at_once, " writes at once, want 1 or more"));
+  }
+  return absl::OkStatus();
+}
 
 // One object streamed in order. Not thread safe; different writers are independent. After an error
 // only destruction is useful. Must not outlive its store.
@@ -184,8 +202,13 @@ class ObjectStore {
   }
 
   // Memory that WriteOptions::buffer must have for an object of at most `largest_object` bytes and
-  // reservations of at most `largest_reserve`.
+  // reservations of at most `largest_reserve`, with one write at once.
   virtual int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const = 0;
+
+  // What each further write at once adds to that; 0 where it would be of no use.
+  virtual int64_t FurtherWriteBytes(int64_t /*largest_object*/, int64_t /*largest_reserve*/) const {
+    return 0;
+  }
 
   // Bytes that one ReadAt() should ask for where the choice is free: 0 when small reads are as good
   // as large ones, more where each read is a request with a latency of its own.

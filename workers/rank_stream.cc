@@ -18,6 +18,7 @@ absl::Status RankStream::BeginPart(const PartPlan& part) {
   WriteOptions options;
   options.size_bytes = file.size_bytes();
   options.sha256_of = [this](int64_t begin, int64_t end) { return digest_.ChunkHex(begin, end); };
+  options.writes_at_once = writes_at_once_;
   options.buffer = buffer_;
   SP_ASSIGN_OR_RETURN(writer_, place_.destination->Create(file.key(), options));
   next_tensor_ = 0;

@@ -32,9 +32,10 @@ struct StreamPlace {
 // For one thread at a time.
 class RankStream {
  public:
-  // `buffer` is the write buffer: MemoryNeed::per_rank bytes.
-  RankStream(const StreamPlace& place, RegionProgress& progress, absl::Span<uint8_t> buffer)
-      : place_(place), progress_(progress), buffer_(buffer) {}
+  // `buffer` is the write buffer: MemoryNeed::WriteBuffer(writes_at_once) bytes.
+  RankStream(const StreamPlace& place, RegionProgress& progress, absl::Span<uint8_t> buffer,
+             int32_t writes_at_once)
+      : place_(place), progress_(progress), buffer_(buffer), writes_at_once_(writes_at_once) {}
 
   int32_t rank() const { return place_.rank; }
   const SlicePlan& slices() const { return place_.plan->slices; }
@@ -69,6 +70,7 @@ class RankStream {
   const StreamPlace place_;
   RegionProgress& progress_;
   const absl::Span<uint8_t> buffer_;
+  const int32_t writes_at_once_;
   std::unique_ptr<ObjectWriter> writer_;
   ChunkedDigest digest_;
   v1::PartRecord record_;

@@ -577,7 +577,7 @@ absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector
     for (int32_t r = t; r < rank_count; r += fit.threads) {
       streams.push_back(std::make_unique<RankStream>(
           StreamPlace{task.plan, task.region, ranks[r], task.destination, &task.gate}, progress,
-          carver.Take(need.per_rank)));
+          carver.Take(need.WriteBuffer(fit.writes)), fit.writes));
     }
     workers.push_back(std::make_unique<RegionThread>(run, t, fit.threads, std::move(streams),
                                                      carver.Take(need.per_thread)));

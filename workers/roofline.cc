@@ -131,8 +131,11 @@ class Bench {
   absl::Status Write(int thread) {
     WriteOptions options;
     options.size_bytes = FileBytes();
-    options.buffer = {Memory(thread),
-                      static_cast<size_t>(store_->WriteBufferBytes(FileBytes(), kBlockBytes))};
+    options.writes_at_once = kWritesAtOnce;
+    const int64_t buffer_bytes =
+        store_->WriteBufferBytes(FileBytes(), kBlockBytes) +
+        (kWritesAtOnce - 1) * store_->FurtherWriteBytes(FileBytes(), kBlockBytes);
+    options.buffer = {Memory(thread), static_cast<size_t>(buffer_bytes)};
     SP_ASSIGN_OR_RETURN(const auto writer, store_->Create(FileName(thread), options));
     for (int64_t at = 0; at < FileBytes(); at += kBlockBytes) {
       SP_RETURN_IF_ERROR(writer->Reserve(kBlockBytes).status());

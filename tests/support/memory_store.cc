@@ -194,10 +194,7 @@ class MemoryStore final : public ObjectStore {
   absl::StatusOr<std::unique_ptr<ObjectWriter>> Create(const std::string& key,
                                                        const WriteOptions& options) override {
     SP_RETURN_IF_ERROR(ValidateObjectKey(key));
-    if (options.size_bytes < 0) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(objects_.NameOf(key), ": size ", options.size_bytes, ", want 0 or more"));
-    }
+    SP_RETURN_IF_ERROR(CheckWriteOptions(objects_.NameOf(key), options));
     return std::make_unique<MemoryWriter>(&objects_, key, options);
   }
 

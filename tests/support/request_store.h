@@ -48,6 +48,9 @@ class ForwardingStore : public ObjectStore {
   int64_t WriteBufferBytes(int64_t object, int64_t reserve) const override {
     return store_->WriteBufferBytes(object, reserve);
   }
+  int64_t FurtherWriteBytes(int64_t object, int64_t reserve) const override {
+    return store_->FurtherWriteBytes(object, reserve);
+  }
   int64_t PreferredReadBytes() const override { return store_->PreferredReadBytes(); }
   absl::StatusOr<int64_t> FreeBytes() override { return store_->FreeBytes(); }
   absl::Status CheckWritable() override { return store_->CheckWritable(); }

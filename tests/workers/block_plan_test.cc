@@ -22,6 +22,9 @@ class UploadStore : public RequestStore {
   int64_t WriteBufferBytes(int64_t /*object*/, int64_t reserve) const override {
     return 2 * (16 * kMiB + reserve);
   }
+  int64_t FurtherWriteBytes(int64_t /*object*/, int64_t reserve) const override {
+    return 16 * kMiB + reserve;
+  }
 };
 
 class MemoryNeedTest : public ::testing::Test {
@@ -46,6 +49,8 @@ TEST_F(MemoryNeedTest, DirectoriesAreReadInBlocks) {
   EXPECT_GT(need.shared_block, 0);
   EXPECT_LE(need.Total(8, 2), 12 * kMiB);
   EXPECT_EQ(need.Most(8, 2), need.Total(8, 2));
+  EXPECT_EQ(need.per_write, 512 << 10);
+  EXPECT_EQ(need.Most(2, 2), need.Total(2, 2) + 2 * 3 * need.per_write);
 }
 
 TEST_F(MemoryNeedTest, RequestsAreReadAheadAndNeedNoBlocks) {
@@ -68,11 +73,24 @@ TEST_F(MemoryNeedTest, TheDefaultBudgetHoldsEightUploadsAndReadsAhead) {
   ASSERT_TRUE(fit.ok()) << fit.status();
   EXPECT_EQ(fit->ranks, 8);
   EXPECT_EQ(fit->threads, 4);
+  EXPECT_EQ(fit->writes, 1);
   EXPECT_GE(fit->read_ahead, 192 * kMiB);
   EXPECT_LE(8 * need.per_rank + fit->read_ahead, 512 * kMiB);
 }
 
-TEST(FitLease, CutsReadAheadThenThreadsThenRanks) {
+TEST(MemoryNeed, EightWritesAtOnceAreSharedAmongTheRanks) {
+  const MemoryNeed need{.per_rank = 100, .per_write = 50};
+  const std::pair<int64_t, int64_t> kWrites[] = {{1, 8}, {2, 4}, {3, 3}, {4, 2},
+                                                 {7, 2}, {8, 1}, {9, 1}, {1000, 1}};
+  for (const auto& [ranks, writes] : kWrites) {
+    EXPECT_EQ(need.MostWrites(ranks), writes) << ranks;
+    EXPECT_EQ(need.Most(ranks, 1), ranks * need.WriteBuffer(writes)) << ranks;
+  }
+  EXPECT_EQ(need.WriteBuffer(4), 250);
+  EXPECT_EQ(MemoryNeed{.per_rank = 100}.MostWrites(1), 1);
+}
+
+TEST(FitLease, CutsWritesThenReadAheadThenThreadsThenRanks) {
   const MemoryNeed blocks{.per_rank = 100, .per_thread = 10, .shared_block = 5};
   const MemoryNeed spans{
       .per_rank = 100, .preferred_read = 20, .read_ahead_least = 40, .read_ahead_most = 400};
@@ -80,16 +98,32 @@ TEST(FitLease, CutsReadAheadThenThreadsThenRanks) {
     const MemoryNeed* need;
     int64_t budget;
     int32_t ranks, threads;
-    LeaseShape want;
+    LeaseShape want;  // ranks, threads, read_ahead, writes
   };
+  const MemoryNeed writes{.per_rank = 100,
+                          .per_write = 50,
+                          .preferred_read = 20,
+                          .read_ahead_least = 40,
+                          .read_ahead_most = 400};
   const Case cases[] = {
       {&blocks, 1000, 4, 8, {4, 4, 0}},  // never more threads than ranks
       {&blocks, 465, 4, 4, {4, 4, 0}},   // 4*100 + 4*10 + 5*5
-      {&blocks, 464, 4, 4, {4, 3, 0}},     {&blocks, 420, 4, 4, {4, 1, 0}},
-      {&blocks, 419, 4, 4, {3, 3, 0}},     {&blocks, 120, 4, 4, {1, 1, 0}},
-      {&spans, 10'000, 4, 2, {4, 2, 400}}, {&spans, 800, 4, 2, {4, 2, 400}},
-      {&spans, 799, 4, 2, {4, 2, 399}},    {&spans, 440, 4, 2, {4, 2, 40}},
-      {&spans, 439, 4, 2, {3, 2, 139}},    {&spans, 140, 4, 2, {1, 1, 40}},
+      {&blocks, 464, 4, 4, {4, 3, 0}},
+      {&blocks, 420, 4, 4, {4, 1, 0}},
+      {&blocks, 419, 4, 4, {3, 3, 0}},
+      {&blocks, 120, 4, 4, {1, 1, 0}},
+      {&spans, 10'000, 4, 2, {4, 2, 400}},
+      {&spans, 800, 4, 2, {4, 2, 400}},
+      {&spans, 799, 4, 2, {4, 2, 399}},
+      {&spans, 440, 4, 2, {4, 2, 40}},
+      {&spans, 439, 4, 2, {3, 2, 139}},
+      {&spans, 140, 4, 2, {1, 1, 40}},
+      {&writes, 10'000, 2, 2, {2, 2, 400, 4}},
+      {&writes, 900, 2, 2, {2, 2, 400, 4}},  // 2*(100 + 3*50) + 400
+      {&writes, 899, 2, 2, {2, 2, 400, 3}},
+      {&writes, 699, 2, 2, {2, 2, 400, 1}},
+      {&writes, 599, 2, 2, {2, 2, 399, 1}},
+      {&writes, 10'000, 1, 2, {1, 1, 400, 8}},
   };
   for (const Case& c : cases) {
     SCOPED_TRACE(absl::StrCat("budget ", c.budget));
@@ -98,6 +132,7 @@ TEST(FitLease, CutsReadAheadThenThreadsThenRanks) {
     EXPECT_EQ(fit->ranks, c.want.ranks);
     EXPECT_EQ(fit->threads, c.want.threads);
     EXPECT_EQ(fit->read_ahead, c.want.read_ahead);
+    EXPECT_EQ(fit->writes, c.want.writes);
   }
   for (const MemoryNeed* need : {&blocks, &spans}) {
     const int64_t least = need->Total(1, 1);

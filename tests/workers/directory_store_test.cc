@@ -26,6 +26,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/barrier.h"
 #include "absl/synchronization/mutex.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
@@ -86,10 +87,13 @@ std::vector<std::string> Tree(const std::string& root) {
 
 absl::StatusOr<ObjectInfo> Stream(ObjectStore& store, const std::string& key,
                                   const std::string& bytes, int64_t reserve,
-                                  const CommitGate& gate = CommitGate()) {
-  std::vector<uint8_t> buffer(static_cast<size_t>(store.WriteBufferBytes(1 << 30, reserve)));
-  auto writer = store.Create(
-      key, {.size_bytes = static_cast<int64_t>(bytes.size()), .buffer = absl::MakeSpan(buffer)});
+                                  const CommitGate& gate = CommitGate(), int writes_at_once = 1) {
+  std::vector<uint8_t> buffer(
+      static_cast<size_t>(store.WriteBufferBytes(1 << 30, reserve) +
+                          (writes_at_once - 1) * store.FurtherWriteBytes(1 << 30, reserve)));
+  auto writer = store.Create(key, {.size_bytes = static_cast<int64_t>(bytes.size()),
+                                   .buffer = absl::MakeSpan(buffer),
+                                   .writes_at_once = writes_at_once});
   if (!writer.ok()) return writer.status();
   for (size_t at = 0; at < bytes.size();) {
     const auto room = (*writer)->Reserve(reserve);
@@ -598,8 +602,10 @@ class DirectOps : public FileOps {
   bool suits = true;
   int fails_with = 0;  // each direct write from this offset on
   off_t fails_from = 0;
-  bool refuses = false;      // direct writes, as a device with larger sectors does
-  bool writes_half = false;  // of the first direct write, cut at any byte
+  bool refuses = false;           // direct writes, as a device with larger sectors does
+  bool writes_half = false;       // of the first direct write, cut at any byte
+  absl::Barrier* meet = nullptr;  // where the first direct writes wait for each other
+  int left_to_meet = 0;
 
   bool SuitsDirect(int /*fd*/) override { return suits; }
 
@@ -612,6 +618,7 @@ class DirectOps : public FileOps {
 
   ssize_t Pwrite(int fd, const void* buffer, size_t size, off_t offset) override {
     if (::fcntl(fd, F_GETFD) < 0) ADD_FAILURE() << "written after it was closed";
+    if (MustMeet(fd) && meet->Block()) delete meet;
     {
       const absl::MutexLock lock(&mu_);
       if (direct_.count(fd) == 0) {
@@ -656,6 +663,11 @@ class DirectOps : public FileOps {
     return -1;
   }
 
+  bool MustMeet(int fd) {
+    const absl::MutexLock lock(&mu_);
+    return direct_.count(fd) > 0 && left_to_meet > 0 && left_to_meet-- > 0;
+  }
+
   absl::Mutex mu_;
   std::set<int> direct_ ABSL_GUARDED_BY(mu_);
   int64_t direct_bytes_ ABSL_GUARDED_BY(mu_) = 0;
@@ -693,6 +705,21 @@ TEST_F(DirectWrites, LargeObjectsGoInAlignedPiecesAndTheirEndThroughThePageCache
       EXPECT_EQ(ops_.plain_bytes(), plain);
       EXPECT_EQ(ops_.bytes_at_fsync, direct + plain) << "made durable before all was written";
     }
+  }
+}
+
+TEST_F(DirectWrites, AsManyAreUnderWayAsTheCallerAllows) {
+  EXPECT_EQ(store_->FurtherWriteBytes(kLarge - 1, 100'000), 0);
+  EXPECT_GE(store_->FurtherWriteBytes(kLarge, 100'000), 512 << 10);
+  EXPECT_GE(store_->FurtherWriteBytes(kLarge, 1 << 20), 1 << 20);
+  const std::string bytes = PositionBytes(2 * kLarge + 5);
+  for (const int writes_at_once : {1, 2, 5}) {
+    // All pieces of the buffer are under way while the producer waits for the first.
+    ops_.left_to_meet = writes_at_once + 1;
+    ops_.meet = new absl::Barrier(ops_.left_to_meet);
+    ASSERT_THAT(Stream(*store_, "new", bytes, 300'000, CommitGate(), writes_at_once), IsOk());
+    EXPECT_TRUE(ReadFile(directory_.path("new")) == bytes) << writes_at_once;
+    EXPECT_EQ(ops_.left_to_meet, 0);
   }
 }
 

@@ -124,6 +124,9 @@ class FaultyStore : public ObjectStore {
   int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override {
     return store_.WriteBufferBytes(largest_object, largest_reserve);
   }
+  int64_t FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const override {
+    return store_.FurtherWriteBytes(largest_object, largest_reserve);
+  }
   absl::StatusOr<int64_t> FreeBytes() override { return store_.FreeBytes(); }
   absl::Status CheckWritable() override { return store_.CheckWritable(); }
   const std::string& uri() const override { return store_.uri(); }

@@ -116,12 +116,16 @@ class ObjectStoreConformance : public testing::TestWithParam<StoreParam> {
   // Streams `bytes` in reservations of random sizes up to `largest`, scribbling over what is
   // reserved and not advanced over.
   absl::StatusOr<ObjectInfo> Stream(const std::string& key, const std::string& bytes,
-                                    int64_t largest, const CommitGate& gate) {
-    std::vector<uint8_t> buffer(
-        static_cast<size_t>(store().WriteBufferBytes(static_cast<int64_t>(bytes.size()), largest)),
-        0xee);
+                                    int64_t largest, const CommitGate& gate,
+                                    int writes_at_once = 1) {
     WriteOptions options;
     options.size_bytes = static_cast<int64_t>(bytes.size());
+    options.writes_at_once = writes_at_once;
+    std::vector<uint8_t> buffer(
+        static_cast<size_t>(store().WriteBufferBytes(options.size_bytes, largest) +
+                            (writes_at_once - 1) *
+                                store().FurtherWriteBytes(options.size_bytes, largest)),
+        0xee);
     options.buffer = absl::MakeSpan(buffer);
     auto writer = store().Create(key, options);
     if (!writer.ok()) return writer.status();
@@ -278,10 +282,12 @@ TEST_P(ObjectStoreConformance, WritesAnySizeInAnyReservations) {
         piece + 1, 2 * piece, 5 * piece + 17, (int64_t{9} << 20) + 3}) {
     for (const int64_t largest : {int64_t{10'000}, piece, 3 * piece + 1}) {
       const std::string bytes = PositionBytes(size, ++seed);
-      const auto info = Stream("sub/object", bytes, largest, Open());
+      const int writes_at_once = 1 + static_cast<int>(seed % 4);
+      const auto info = Stream("sub/object", bytes, largest, Open(), writes_at_once);
       ASSERT_TRUE(info.ok()) << info.status();
       EXPECT_EQ(info->size_bytes, size);
-      ASSERT_TRUE(Content("sub/object") == bytes) << size << " in up to " << largest;
+      ASSERT_TRUE(Content("sub/object") == bytes)
+          << size << " in up to " << largest << ", " << writes_at_once << " at once";
       const auto head = store().Head("sub/object");
       ASSERT_TRUE(head.ok());
       EXPECT_EQ(head->size_bytes, size);
@@ -393,6 +399,10 @@ TEST_P(ObjectStoreConformance, RefusesMoreThanWasAnnouncedOrReserved) {
     return store().Create("object", options);
   };
   EXPECT_THAT(create(-1), HasCode(absl::StatusCode::kInvalidArgument));
+  EXPECT_THAT(
+      store().Create("object",
+                     {.size_bytes = 10, .buffer = absl::MakeSpan(buffer), .writes_at_once = 0}),
+      HasCodeAndText(absl::StatusCode::kInvalidArgument, "0 writes at once"));
   {
     auto writer = create(10);
     ASSERT_TRUE(writer.ok());
@@ -680,6 +690,8 @@ TEST_P(ObjectStoreConformance, TellsFreeSpaceAndBufferNeeds) {
   for (const int64_t reserve : {int64_t{0}, int64_t{1}, int64_t{100'000}, int64_t{64} << 20}) {
     for (const int64_t object : {reserve, kLargeObject, int64_t{1} << 42}) {
       EXPECT_GE(store().WriteBufferBytes(object, reserve), reserve);
+      const int64_t further = store().FurtherWriteBytes(object, reserve);
+      EXPECT_TRUE(further == 0 || further >= reserve) << further;
     }
   }
   EXPECT_FALSE(store().uri().empty());

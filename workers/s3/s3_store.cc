@@ -4,11 +4,11 @@
 // A streamed object (Create) of more than one part:
 //   1. CreateMultipartUpload, when the first part is full.
 //   2. A record of it, `_shardprep/tmp/<SHA-256 of the upload id>`, holding {"key", "upload_id"}.
-//   3. UploadPart for each part, while the next is being filled in the other half of the buffer.
-//      When that is full before the first has arrived, it leaves as well, and the producer waits:
-//      so there is always one under way, and two at most. Parts have one size, the last excepted:
-//      Cloudflare R2 refuses others. What a producer wrote beyond the part's end moves to the start
-//      of the other half.
+//   3. UploadPart for each part, while the next is being filled in another area of the buffer. When
+//      that is full before an area is free again, it leaves as well, and the producer waits: so
+//      WriteOptions::writes_at_once are under way as long as there is work, and one more at most.
+//      Parts have one size, the last excepted: Cloudflare R2 refuses others. What a producer wrote
+//      beyond the part's end moves to the start of the next area.
 //   4. The gate is asked; CompleteMultipartUpload. Its 200 may carry an <Error>. If its answer was
 //      lost, the repetition finds no such upload, and the object's size and ETag tell whether it is
 //      ours.
@@ -447,8 +447,8 @@ absl::Status S3Reader::CheckAnswer(const HttpResponse& response, int64_t offset,
   return absl::OkStatus();
 }
 
-// The caller's buffer is one area for an object of one part, and two halves otherwise; the current
-// area holds [0, filled_) finished bytes and behind them the reservation.
+// The caller's buffer is one area for an object of one part; otherwise one for each part under way
+// and one more. The current area holds [0, filled_) finished bytes and behind them the reservation.
 class S3Writer final : public ObjectWriter {
  public:
   S3Writer(const Site* site, std::string key, const WriteOptions& options, int64_t part_bytes)
@@ -457,12 +457,12 @@ class S3Writer final : public ObjectWriter {
         size_bytes_(options.size_bytes),
         sha256_of_(options.sha256_of),
         part_bytes_(part_bytes),
-        is_multipart_(options.size_bytes > part_bytes) {
-    const size_t areas = is_multipart_ ? 2 : 1;
-    area_bytes_ = static_cast<int64_t>(options.buffer.size() / areas);
-    for (size_t i = 0; i < areas; ++i) {
-      areas_[i] = options.buffer.subspan(i * static_cast<size_t>(area_bytes_),
-                                         static_cast<size_t>(area_bytes_));
+        is_multipart_(options.size_bytes > part_bytes),
+        areas_(is_multipart_ ? static_cast<size_t>(options.writes_at_once) + 1 : 1),
+        area_bytes_(static_cast<int64_t>(options.buffer.size() / areas_.size())) {
+    for (size_t i = 0; i < areas_.size(); ++i) {
+      areas_[i].memory = options.buffer.subspan(i * static_cast<size_t>(area_bytes_),
+                                                static_cast<size_t>(area_bytes_));
     }
   }
 
@@ -476,6 +476,11 @@ class S3Writer final : public ObjectWriter {
   absl::StatusOr<ObjectInfo> Commit(const CommitGate& gate) override;
 
  private:
+  struct Area {
+    absl::Span<uint8_t> memory;
+    bool uploading = false;  // a part leaves from here
+  };
+
   std::string Name() const { return site_->NameOf(key_); }
   S3Connection& connection() const { return site_->connection(); }
   absl::Status Fail(absl::Status status) {
@@ -485,9 +490,8 @@ class S3Writer final : public ObjectWriter {
 
   absl::Status BeginUpload();
   absl::Status ShipPart();
-  void UploadPart(size_t area, int64_t number, absl::Span<const uint8_t> bytes,
-                  const std::string& sha256);
-  absl::Status WaitForArea(size_t area);
+  void UploadPart(Area& area, int64_t number, int64_t size, const std::string& sha256);
+  absl::Status WaitForArea(const Area& area);
   absl::Status WaitForParts();
   absl::StatusOr<std::string> PutWhole(const CommitGate& gate);
   absl::StatusOr<std::string> Complete(const CommitGate& gate);
@@ -503,8 +507,11 @@ class S3Writer final : public ObjectWriter {
   const std::function<std::string(int64_t, int64_t)> sha256_of_;
   const int64_t part_bytes_;
   const bool is_multipart_;
-  absl::Span<uint8_t> areas_[2];
-  int64_t area_bytes_ = 0;
+  absl::Mutex mu_;
+  std::vector<Area> areas_;  // `uploading` is guarded by mu_
+  const int64_t area_bytes_;
+  absl::Status upload_status_ ABSL_GUARDED_BY(mu_);
+  std::vector<UploadedPart> parts_ ABSL_GUARDED_BY(mu_);  // in the order in which they arrived
 
   size_t current_ = 0;    // index of the area being filled
   int64_t shipped_ = 0;   // bytes of the parts before
@@ -512,11 +519,6 @@ class S3Writer final : public ObjectWriter {
   int64_t reserved_ = 0;  // bytes behind them that the caller may fill
   absl::Status status_;
   std::string upload_id_;  // empty: none begun, or none left
-
-  absl::Mutex mu_;
-  bool uploading_[2] ABSL_GUARDED_BY(mu_) = {};  // whether a part leaves from that area
-  absl::Status upload_status_ ABSL_GUARDED_BY(mu_);
-  std::vector<UploadedPart> parts_ ABSL_GUARDED_BY(mu_);  // in the order in which they arrived
 };
 
 absl::StatusOr<absl::Span<uint8_t>> S3Writer::Reserve(int64_t size) {
@@ -528,7 +530,7 @@ absl::StatusOr<absl::Span<uint8_t>> S3Writer::Reserve(int64_t size) {
                      " (what the write buffer has room for beside a part of ", part_bytes_, ")")));
   }
   reserved_ = room;
-  return areas_[current_].subspan(static_cast<size_t>(filled_));
+  return areas_[current_].memory.subspan(static_cast<size_t>(filled_));
 }
 
 absl::Status S3Writer::Advance(int64_t size) {
@@ -563,8 +565,8 @@ absl::Status S3Writer::BeginUpload() {
   return site_->Put(RecordKey(upload_id_), BytesOf(record), CommitGate(), {}).status;
 }
 
-// Starts the upload of the next part from the current area and goes on in the other one when that
-// is free.
+// Starts the upload of the next part from the current area and goes on in the next one when that is
+// free.
 absl::Status S3Writer::ShipPart() {
   if (upload_id_.empty()) {
     const absl::Status begun = BeginUpload();
@@ -572,28 +574,27 @@ absl::Status S3Writer::ShipPart() {
   }
   const int64_t size = std::min(filled_, part_bytes_);
   const int64_t number = shipped_ / part_bytes_ + 1;
-  const size_t area = current_;
-  const auto part = areas_[area].first(static_cast<size_t>(size));
+  Area& full = areas_[current_];
   {
     absl::MutexLock lock(&mu_);
-    uploading_[area] = true;
+    full.uploading = true;
   }
   const std::string sha256 = sha256_of_ ? sha256_of_(shipped_, shipped_ + size) : "";
-  connection().Run([this, area, number, part, sha256] { UploadPart(area, number, part, sha256); });
-  current_ = 1 - area;
-  const absl::Status status = WaitForArea(current_);
+  connection().Run([=, this, &full] { UploadPart(full, number, size, sha256); });
+  current_ = (current_ + 1) % areas_.size();
+  Area& next = areas_[current_];
+  const absl::Status status = WaitForArea(next);
   if (!status.ok()) return Fail(status);
-  std::copy_n(areas_[area].data() + size, filled_ - size, areas_[current_].data());
+  std::copy_n(full.memory.data() + size, filled_ - size, next.memory.data());
   shipped_ += size;
   filled_ -= size;
   return absl::OkStatus();
 }
 
-void S3Writer::UploadPart(size_t area, int64_t number, absl::Span<const uint8_t> bytes,
-                          const std::string& sha256) {
+void S3Writer::UploadPart(Area& area, int64_t number, int64_t size, const std::string& sha256) {
   S3Call call = site_->CallOf("UploadPart", "PUT", key_);
   call.query = {{"partNumber", absl::StrCat(number)}, {"uploadId", upload_id_}};
-  call.body = bytes;
+  call.body = area.memory.first(static_cast<size_t>(size));
   call.body_sha256 = sha256;
   call.accept = [](const HttpResponse& response, S3Call*) { return CheckEtag(response); };
   const S3Answer answer = connection().Exchange(std::move(call));
@@ -602,22 +603,23 @@ void S3Writer::UploadPart(size_t area, int64_t number, absl::Span<const uint8_t>
     status = absl::AbortedError(absl::StrCat(Name(), ": its upload was aborted by another"));
   }
   absl::MutexLock lock(&mu_);
-  uploading_[area] = false;
+  area.uploading = false;
   upload_status_.Update(status);
   if (status.ok()) parts_.push_back({number, EtagOf(answer.response)});
 }
 
 // The first error of any part, also of one that has not left this area.
-absl::Status S3Writer::WaitForArea(size_t area) {
-  const auto is_free = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { return !uploading_[area]; };
+absl::Status S3Writer::WaitForArea(const Area& area) {
+  const auto is_free = [&area] { return !area.uploading; };
   absl::MutexLock lock(&mu_);
   mu_.Await(absl::Condition(&is_free));
   return upload_status_;
 }
 
 absl::Status S3Writer::WaitForParts() {
-  WaitForArea(0).IgnoreError();
-  return WaitForArea(1);
+  absl::Status status;
+  for (const Area& area : areas_) status = WaitForArea(area);
+  return status;
 }
 
 absl::StatusOr<ObjectInfo> S3Writer::Commit(const CommitGate& gate) {
@@ -645,7 +647,7 @@ absl::StatusOr<ObjectInfo> S3Writer::Commit(const CommitGate& gate) {
 }
 
 absl::StatusOr<std::string> S3Writer::PutWhole(const CommitGate& gate) {
-  const auto bytes = areas_[0].first(static_cast<size_t>(filled_));
+  const auto bytes = areas_[0].memory.first(static_cast<size_t>(filled_));
   const S3Answer answer = site_->Put(key_, bytes, gate, {});
   SP_RETURN_IF_ERROR(answer.status);
   return EtagOf(answer.response);
@@ -771,6 +773,7 @@ class S3Store final : public ObjectStore {
                                          const CommitGate& gate) override;
   absl::Status Delete(const std::string& key) override;
   int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const override;
+  int64_t FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const override;
   int64_t PreferredReadBytes() const override { return kPreferredReadBytes; }
   absl::StatusOr<int64_t> FreeBytes() override { return kUnlimitedBytes; }
   absl::Status CheckWritable() override;
@@ -779,6 +782,7 @@ class S3Store final : public ObjectStore {
  private:
   S3Connection& connection() const { return site_->connection(); }
   absl::StatusOr<S3ListPage> ListPage(const std::string& prefix, const std::string& token);
+  int64_t PartBytesOf(int64_t largest_object) const;
   absl::Status CheckPutSize(const std::string& key, const std::string& bytes) const;
   absl::StatusOr<ObjectInfo> InfoAfterPut(const std::string& key, const std::string& bytes,
                                           const S3Answer& answer);
@@ -848,18 +852,29 @@ absl::StatusOr<std::vector<ObjectEntry>> S3Store::List(const std::string& prefix
   return entries;
 }
 
-int64_t S3Store::WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const {
+int64_t S3Store::PartBytesOf(int64_t largest_object) const {
   const S3Limits& limits = connection().environment().limits;
-  const int64_t wanted = connection().options().upload_part_bytes;
   // Create() refuses what is larger.
   const int64_t object = std::clamp(largest_object, int64_t{0}, limits.largest_object_bytes);
-  const int64_t part = UploadPartBytes(object, wanted, limits).value_or(limits.largest_part_bytes);
-  return object <= part ? object + largest_reserve : 2 * (part + largest_reserve);
+  return UploadPartBytes(object, connection().options().upload_part_bytes, limits)
+      .value_or(limits.largest_part_bytes);
+}
+
+int64_t S3Store::WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const {
+  const int64_t part = PartBytesOf(largest_object);
+  return largest_object <= part ? std::max(largest_object, int64_t{0}) + largest_reserve
+                                : 2 * (part + largest_reserve);
+}
+
+int64_t S3Store::FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const {
+  const int64_t part = PartBytesOf(largest_object);
+  return largest_object <= part ? 0 : part + largest_reserve;
 }
 
 absl::StatusOr<std::unique_ptr<ObjectWriter>> S3Store::Create(const std::string& key,
                                                               const WriteOptions& options) {
   SP_RETURN_IF_ERROR(site_->CheckKey(key));
+  SP_RETURN_IF_ERROR(CheckWriteOptions(site_->NameOf(key), options));
   const auto part_bytes =
       UploadPartBytes(options.size_bytes, connection().options().upload_part_bytes,
                       connection().environment().limits);
@@ -867,7 +882,9 @@ absl::StatusOr<std::unique_ptr<ObjectWriter>> S3Store::Create(const std::string&
     return absl::InvalidArgumentError(
         absl::StrCat(site_->NameOf(key), ": ", part_bytes.status().message()));
   }
-  const int64_t least = options.size_bytes > *part_bytes ? 2 * *part_bytes : options.size_bytes;
+  const int64_t least = options.size_bytes > *part_bytes
+                            ? (options.writes_at_once + 1) * *part_bytes
+                            : options.size_bytes;
   const auto given = static_cast<int64_t>(options.buffer.size());
   if (given < least) {
     return absl::InvalidArgumentError(absl::StrCat(site_->NameOf(key), ": write buffer of ", given,

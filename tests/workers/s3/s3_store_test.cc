@@ -427,8 +427,12 @@ TEST(S3UploadParts, AnObjectThatNoUploadCanHoldIsRefusedUpFront) {
   EXPECT_EQ(bed.server.requests(), 0);
 }
 
-TEST(S3UploadParts, BuffersHoldTwoPartsAndTheReservations) {
+TEST(S3UploadParts, BuffersHoldAPartOfEachWriteAtOnceAndOneMore) {
   S3TestBed bed;
+  EXPECT_EQ(bed.store->FurtherWriteBytes(kPart, 100), 0);
+  EXPECT_EQ(bed.store->FurtherWriteBytes(kPart + 1, 100), kPart + 100);
+  EXPECT_EQ(bed.store->FurtherWriteBytes(int64_t{5} << 40, 0), int64_t{525} << 20);
+  EXPECT_GT(bed.store->FurtherWriteBytes(std::numeric_limits<int64_t>::max(), 5), 5);
   EXPECT_EQ(bed.store->WriteBufferBytes(kPart, 100), kPart + 100);
   EXPECT_EQ(bed.store->WriteBufferBytes(kPart + 1, 100), 2 * (kPart + 100));
   EXPECT_EQ(bed.store->WriteBufferBytes(int64_t{5} << 40, 0), 2 * (int64_t{525} << 20));
@@ -499,6 +503,23 @@ TEST(S3UploadParts, AFullPartLeavesBeforeTheOneBeforeItHasArrived) {
   EXPECT_THAT(StreamedWrite(*bed.store, "k", bytes, 1000).Commit(), IsOk());
   // Put together in their order, not in that of their arrival.
   EXPECT_TRUE(bed.server.Object("a/b/k") == bytes);
+}
+
+TEST(S3UploadParts, AsManyAreUnderWayAsTheCallerAllows) {
+  S3TestBed bed;
+  // Of a buffer for three writes at once all four areas are under way while the producer waits.
+  auto* const barrier = new absl::Barrier(4);
+  bed.server.set_fault([barrier](const FakeRequest& request) {
+    if (request.operation == "UploadPart" && request.number <= 4 && barrier->Block()) {
+      delete barrier;
+    }
+    return FakeFault();
+  });
+  const std::string bytes = PositionBytes(11 * kPart + 1);
+  EXPECT_THAT(StreamedWrite(*bed.store, "k", bytes, 1000, /*writes_at_once=*/3).Commit(), IsOk());
+  EXPECT_EQ(bed.server.most_in_flight(), 4);
+  EXPECT_TRUE(bed.server.Object("a/b/k") == bytes);
+  EXPECT_THAT(bed.server.Keys(), ElementsAre("a/b/k"));
 }
 
 // ---------------------------------------------------------------------------------------------

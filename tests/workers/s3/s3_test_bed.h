@@ -140,11 +140,16 @@ class S3TestBed {
 // Streams into a store in reservations of one size.
 class StreamedWrite {
  public:
-  StreamedWrite(ObjectStore& store, const std::string& key, std::string bytes, int64_t reserve)
+  StreamedWrite(ObjectStore& store, const std::string& key, std::string bytes, int64_t reserve,
+                int writes_at_once = 1)
       : bytes_(std::move(bytes)), reserve_(reserve) {
     const auto size = static_cast<int64_t>(bytes_.size());
-    buffer_.resize(static_cast<size_t>(store.WriteBufferBytes(size, reserve)));
-    auto created = store.Create(key, {size, absl::MakeSpan(buffer_)});
+    buffer_.resize(
+        static_cast<size_t>(store.WriteBufferBytes(size, reserve) +
+                            (writes_at_once - 1) * store.FurtherWriteBytes(size, reserve)));
+    auto created = store.Create(
+        key,
+        {.size_bytes = size, .buffer = absl::MakeSpan(buffer_), .writes_at_once = writes_at_once});
     status_ = created.status();
     if (created.ok()) writer_ = *std::move(created);
   }

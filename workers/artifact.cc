@@ -39,32 +39,27 @@
 #include <optional>
 #include <set>
 #include <utility>
-
-#include <google/protobuf/util/message_differencer.h>
-
-#include <nlohmann/json.hpp>
+#include <variant>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "kernels/layout.h"
 #include "kernels/status_macros.h"
 #include "workers/coverage.h"
+#include "workers/destination.h"
 #include "workers/digest.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
 #include "workers/parallel.h"
+#include "workers/plan_differences.h"
 #include "workers/proto_json.h"
 #include "workers/version.h"
 
 namespace shardprep {
 namespace {
 
-constexpr char kPreparedStage[] = "prepared";
 constexpr char kRankNumbering[] = "dp_rank*tensor_parallel_size+tp_rank";
-// Bound on a header that is read only to learn whose file it is.
-constexpr int64_t kMaxForeignHeaderBytes = int64_t{64} << 20;
-constexpr int64_t kMaxSmallFileBytes = int64_t{256} << 20;
-constexpr int kDifferencesShown = 5;
 // Of each part that is read again, in each of so many threads.
 constexpr int64_t kReadBytes = int64_t{1} << 20;
 constexpr int kPartsReadAtOnce = 4;
@@ -75,13 +70,6 @@ std::string MessageOf(const absl::Status& status) { return std::string(status.me
 
 std::string CommitKey(const std::string& fingerprint) {
   return ObjectKey(CommitIntent{.fingerprint = fingerprint});
-}
-
-std::string JournalKey(const std::string& fingerprint, int32_t rank, int32_t part) {
-  if (rank == kReplicatedRank) {
-    return ObjectKey(ReplicatedJournal{.fingerprint = fingerprint, .part = part});
-  }
-  return ObjectKey(RankJournal{.fingerprint = fingerprint, .rank = rank, .part = part});
 }
 
 std::string RankManifestKey(int32_t rank) {
@@ -115,238 +103,6 @@ v1::ManifestReference ReferenceTo(const v1::Manifest& manifest, const std::strin
   reference.set_total_bytes(manifest.total_bytes());
   return reference;
 }
-
-// -- What differs, for people --
-
-std::map<std::string, std::string> Flatten(const nlohmann::json& json) {
-  std::map<std::string, std::string> flat;
-  if (!json.is_structured() || json.empty()) return flat;
-  const nlohmann::json flattened = json.flatten();
-  for (const auto& [path, value] : flattened.items()) {
-    flat[path.substr(1)] = value.is_string() ? value.get<std::string>() : value.dump();
-  }
-  return flat;
-}
-
-// Text from a stored document; what is nested deeper than ours ever is, is dropped.
-nlohmann::json ParseShallow(const std::string& text) {
-  const auto shallow = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-    return depth < 16;
-  };
-  return nlohmann::json::parse(text, shallow, /*allow_exceptions=*/false);
-}
-
-// Source files by name instead of position, so that a difference names the file.
-nlohmann::json ParseInputs(const std::string& text) {
-  nlohmann::json json = ParseShallow(text);
-  if (!json.is_object() || !json.contains("source_files")) return json;
-  nlohmann::json files = nlohmann::json::object();
-  for (const nlohmann::json& file : json["source_files"]) {
-    if (!file.is_object() || !file.contains("name") || !file["name"].is_string()) continue;
-    files[file["name"].get<std::string>()] = file;
-  }
-  json["source_files"] = files;
-  return json;
-}
-
-// "profile is logical, want aiter-separated; ..."
-std::string DescribeDifferences(const nlohmann::json& found, const nlohmann::json& want) {
-  const std::map<std::string, std::string> a = Flatten(found), b = Flatten(want);
-  std::set<std::string> paths;
-  for (const auto& [path, value] : a) paths.insert(path);
-  for (const auto& [path, value] : b) paths.insert(path);
-  std::vector<std::string> differences;
-  int more = 0;
-  for (const std::string& path : paths) {
-    const auto in_a = a.find(path), in_b = b.find(path);
-    const std::string value_a = in_a == a.end() ? "absent" : in_a->second;
-    const std::string value_b = in_b == b.end() ? "absent" : in_b->second;
-    if (value_a == value_b) continue;
-    if (static_cast<int>(differences.size()) == kDifferencesShown) {
-      ++more;
-    } else {
-      differences.push_back(absl::StrCat(path, " is ", value_a, ", want ", value_b));
-    }
-  }
-  if (more > 0) differences.push_back(absl::StrCat("and ", more, " more"));
-  return absl::StrJoin(differences, "; ");
-}
-
-std::string DescribeTokens(const std::string& found, const std::string& want) {
-  return DescribeDifferences(ParseShallow(found), ParseShallow(want));
-}
-
-// -- What lies at a destination --
-
-struct JournalEntry {
-  std::string key;
-  std::string fingerprint;               // by its key
-  std::string part_key;                  // by its key
-  std::optional<v1::PartRecord> record;  // unset when it cannot be read as a record of that part
-};
-
-class Destination {
- public:
-  static absl::StatusOr<Destination> Scan(ObjectStore& store) {
-    Destination destination(store);
-    SP_ASSIGN_OR_RETURN(std::vector<ObjectEntry> entries, store.List(""));
-    for (ObjectEntry& entry : entries) {
-      destination.objects_.emplace(std::move(entry.key), std::move(entry.info));
-    }
-    for (const auto& [key, info] : destination.objects_) {
-      if (absl::StartsWith(key, kWorkPrefix)) SP_RETURN_IF_ERROR(destination.ReadWork(key));
-    }
-    for (const JournalEntry& entry : destination.journal_) {
-      destination.journal_fingerprints_.insert(entry.fingerprint);
-      if (entry.record.has_value() && destination.IsThere(*entry.record)) {
-        destination.recorded_.insert(entry.part_key);
-      }
-    }
-    for (const auto& [fingerprint, commit] : destination.commits_) {
-      destination.journal_fingerprints_.insert(fingerprint);
-    }
-    return destination;
-  }
-
-  const std::map<std::string, ObjectInfo>& objects() const { return objects_; }
-  const std::vector<JournalEntry>& journal() const { return journal_; }
-  // What commits that did not finish were about to create, by fingerprint.
-  const std::map<std::string, v1::Manifest>& commits() const { return commits_; }
-  ObjectStore& store() const { return store_; }
-
-  const ObjectInfo* Find(const std::string& key) const {
-    const auto it = objects_.find(key);
-    return it == objects_.end() ? nullptr : &it->second;
-  }
-
-  // What the journal says of a part, whether or not it is there as recorded; null when nothing.
-  const v1::PartRecord* RecordOf(const std::string& part_key) const {
-    for (const JournalEntry& entry : journal_) {
-      if (entry.record.has_value() && entry.part_key == part_key) return &*entry.record;
-    }
-    return nullptr;
-  }
-
-  // Whether the object that the record describes is there, in the recorded version.
-  bool IsThere(const v1::PartRecord& record) const {
-    const ObjectInfo* info = Find(record.file().key());
-    return info != nullptr && info->size_bytes == record.file().size_bytes() &&
-           info->etag == record.etag();
-  }
-
-  bool HasJournal(const std::string& fingerprint) const {
-    return journal_fingerprints_.contains(fingerprint);
-  }
-
-  // The fingerprint that an object says it belongs to; empty when it says none.
-  absl::StatusOr<std::string> FingerprintIn(const std::string& key) const {
-    const ObjectName name = ParseObjectName(key);
-    if (std::holds_alternative<RankPart>(name) || std::holds_alternative<ReplicatedPart>(name)) {
-      return FingerprintInHeader(key);
-    }
-    if (std::holds_alternative<ExpertMap>(name)) return FingerprintOf<v1::ExpertMap>(key);
-    if (!std::holds_alternative<RankManifest>(name) &&
-        !std::holds_alternative<ReplicatedManifest>(name)) {
-      return std::string();
-    }
-    return FingerprintOf<v1::RankManifest>(key);
-  }
-
-  // Of a document with that message.
-  template <typename Message>
-  absl::StatusOr<std::string> FingerprintOf(const std::string& key) const {
-    const auto text = store_.Get(key, kMaxDocumentBytes);
-    if (absl::IsResourceExhausted(text.status())) return std::string();
-    SP_RETURN_IF_ERROR(text.status());
-    Message message;
-    if (!ParseStoredJson(*text, key, kFormatVersion, message).ok()) return std::string();
-    return message.layout_fingerprint();
-  }
-
-  // Whether a record describes the object in its present version.
-  bool IsRecorded(const std::string& key) const { return recorded_.contains(key); }
-
-  // Whether an object with exactly these bytes is there.
-  absl::StatusOr<bool> HasContent(const v1::SmallFile& file) const {
-    const ObjectInfo* info = Find(file.key());
-    if (info == nullptr || info->size_bytes != file.size_bytes()) return false;
-    const auto bytes = store_.Get(file.key(), kMaxSmallFileBytes);
-    if (absl::IsNotFound(bytes.status())) return false;  // deleted since the listing
-    SP_RETURN_IF_ERROR(bytes.status());
-    return Sha256Hex(*bytes) == file.sha256();
-  }
-
- private:
-  explicit Destination(ObjectStore& store) : store_(store) {}
-
-  // Reads one object below `_shardprep/` if it is a record or a commit.
-  absl::Status ReadWork(const std::string& key) {
-    JournalEntry entry{.key = key, .fingerprint = "", .part_key = "", .record = std::nullopt};
-    int32_t rank = kReplicatedRank;
-    int32_t part = 0;
-    const ObjectName name = ParseObjectName(key);
-    if (const auto* ranked = std::get_if<RankJournal>(&name)) {
-      entry.fingerprint = ranked->fingerprint;
-      rank = static_cast<int32_t>(ranked->rank);
-      part = static_cast<int32_t>(ranked->part);
-      entry.part_key = ObjectKey(RankPart{.rank = ranked->rank, .part = ranked->part});
-    } else if (const auto* replicated = std::get_if<ReplicatedJournal>(&name)) {
-      entry.fingerprint = replicated->fingerprint;
-      part = static_cast<int32_t>(replicated->part);
-      entry.part_key = ObjectKey(ReplicatedPart{.part = replicated->part});
-    } else {
-      const auto* commit = std::get_if<CommitIntent>(&name);
-      return commit == nullptr ? absl::OkStatus() : ReadCommit(key, commit->fingerprint);
-    }
-    const auto text = store_.Get(key, kMaxDocumentBytes);
-    if (absl::IsNotFound(text.status())) return absl::OkStatus();
-    SP_RETURN_IF_ERROR(text.status());
-    v1::PartRecord record;
-    const bool readable = ParseStoredJson(*text, key, kFormatVersion, record).ok() &&
-                          record.layout_fingerprint() == entry.fingerprint && record.has_rank() &&
-                          record.rank() == rank && record.has_part() && record.part() == part &&
-                          record.file().key() == entry.part_key;
-    if (readable) entry.record = std::move(record);
-    journal_.push_back(std::move(entry));
-    return absl::OkStatus();
-  }
-
-  absl::Status ReadCommit(const std::string& key, const std::string& fingerprint) {
-    const auto text = store_.Get(key, kMaxDocumentBytes);
-    if (absl::IsNotFound(text.status())) return absl::OkStatus();
-    SP_RETURN_IF_ERROR(text.status());
-    v1::Manifest commit;
-    if (ParseStoredJson(*text, key, kFormatVersion, commit).ok()) commits_[fingerprint] = commit;
-    return absl::OkStatus();
-  }
-
-  absl::StatusOr<std::string> FingerprintInHeader(const std::string& key) const {
-    SP_ASSIGN_OR_RETURN(const auto reader, store_.Open(key));
-    const int64_t file_size = reader->info().size_bytes;
-    std::string bytes(std::min(kHeaderLengthBytes, file_size), '\0');
-    SP_RETURN_IF_ERROR(ReadInto(*reader, 0, bytes));
-    const auto length = ParseHeaderLength(bytes, file_size, key);
-    if (!length.ok() || *length > kMaxForeignHeaderBytes) return std::string();
-    bytes.resize(*length);
-    SP_RETURN_IF_ERROR(ReadInto(*reader, kHeaderLengthBytes, bytes));
-    const auto header = ParseHeader(bytes, file_size, key);
-    if (!header.ok()) return std::string();
-    const auto it = header->metadata.find(kFingerprintMetadataKey);
-    return it == header->metadata.end() ? std::string() : it->second;
-  }
-
-  static absl::Status ReadInto(ObjectReader& reader, int64_t offset, std::string& bytes) {
-    return reader.ReadAt(offset,
-                         absl::MakeSpan(reinterpret_cast<uint8_t*>(bytes.data()), bytes.size()));
-  }
-
-  ObjectStore& store_;
-  std::map<std::string, ObjectInfo> objects_;
-  std::vector<JournalEntry> journal_;
-  std::map<std::string, v1::Manifest> commits_;
-  std::set<std::string> journal_fingerprints_;
-  std::set<std::string> recorded_;  // keys of parts
-};
 
 // -- The plan's side --
 
@@ -780,6 +536,25 @@ absl::Status ProveRecords(const JobPlan& plan, const Records& records, ObjectSto
   return absl::OkStatus();
 }
 
+// A job removes the journals of others before its first write (ClearLeftovers), so one that is
+// there at its end belongs to a job that writes now, which a store without claims does not keep
+// out. Then neither may publish: parts of both have the same names.
+absl::Status CheckAlone(const JobPlan& plan, ObjectStore& destination) {
+  SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, destination.List(kWorkPrefix));
+  for (const ObjectEntry& entry : entries) {
+    const ObjectName name = ParseObjectName(entry.key);
+    std::string fingerprint;
+    if (const auto* rank = std::get_if<RankJournal>(&name)) fingerprint = rank->fingerprint;
+    if (const auto* all = std::get_if<ReplicatedJournal>(&name)) fingerprint = all->fingerprint;
+    if (const auto* commit = std::get_if<CommitIntent>(&name)) fingerprint = commit->fingerprint;
+    if (fingerprint.empty() || fingerprint == plan.fingerprint) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        destination.uri(), ": another job writes here, of fingerprint ", fingerprint, " (",
+        entry.key, "), want ", plan.fingerprint, "; run one of them again when both have ended"));
+  }
+  return absl::OkStatus();
+}
+
 // The small files of an artefact, in memory.
 struct Documents {
   std::map<std::string, std::string> bytes;  // by key
@@ -1119,139 +894,6 @@ absl::Status ClearLeftovers(const JobPlan& plan, ObjectStore& destination) {
   return absl::OkStatus();
 }
 
-std::vector<PlannedPart> PlannedParts(const JobPlan& plan) {
-  std::vector<PlannedPart> parts;
-  const std::vector<Region>& regions = plan.slices.regions();
-  for (int32_t region = 0; region < static_cast<int32_t>(regions.size()); ++region) {
-    for (const int32_t rank : plan.slices.RanksOf(regions[region])) {
-      for (const PartPlan& part : plan.slices.PartsOf(regions[region], rank)) {
-        parts.push_back({region, rank, &part});
-      }
-    }
-  }
-  return parts;
-}
-
-absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedPart& planned) {
-  const PartPlan& part = *planned.part;
-  const int32_t rank = planned.rank;
-  SP_ASSIGN_OR_RETURN(const std::string header, PartHeader(plan, part, rank));
-  const auto data_start = static_cast<int64_t>(header.size());
-  v1::PartRecord record;
-  record.set_format_version(kFormatVersion);
-  record.set_layout_fingerprint(plan.fingerprint);
-  record.set_source_token(plan.source_token);
-  record.set_rank(rank);
-  record.set_part(part.part);
-  record.set_region(planned.region);
-  v1::FileRecord& file = *record.mutable_file();
-  file.set_key(PartKeyOf(part, rank));
-  file.set_size_bytes(data_start + part.data_bytes);
-  const bool routed = plan.slices.regions()[planned.region].kind == Region::Kind::kRouted;
-  for (const PartTensor& tensor : part.tensors) {
-    v1::TensorRecord& out = *file.add_tensors();
-    out.set_name(tensor.name);
-    out.set_dtype(std::string(DtypeName(tensor.dtype)));
-    for (const int64_t extent : tensor.shape) out.add_shape(extent);
-    out.set_offset(data_start + tensor.data_offset);
-    out.set_size_bytes(tensor.size_bytes);
-    out.set_layout(GetLayoutInfo(LayoutId::kRowMajor).name);
-    out.set_row_order("as-is");
-    out.set_half_count(1);
-    if (!routed) {
-      const int64_t tail =
-          plan.slices.dense_tensors()[static_cast<size_t>(tensor.source)].tail_bytes;
-      if (tail > 0) out.set_tail_bytes(tail);
-      continue;
-    }
-    const FusedTensor& fused = plan.slices.FusedTensorsOf(rank)[tensor.source];
-    out.set_layout(GetLayoutInfo(fused.job.layout).name);
-    out.set_row_order(fused.job.row_order == RowOrder::kGateUpRows ? "gate-up-rows" : "as-is");
-    out.set_fill(fused.fill);
-    out.set_expert_count(fused.experts);
-    out.set_native_rows(fused.native_rows);
-    out.set_padded_rows(fused.job.rows);
-    out.set_native_row_bytes(fused.job.native_cols);
-    out.set_padded_row_bytes(fused.job.padded_cols);
-    out.set_half_count(fused.halves);
-    out.add_native_extent(fused.native_rows);
-    out.add_native_extent(fused.native_row_elements);
-    const bool bias = fused.role == Role::kW13Bias || fused.role == Role::kW2Bias;
-    out.set_block_size(bias ? 0 : static_cast<int32_t>(plan.slices.moe().block_size));
-  }
-  return record;
-}
-
-absl::Status CheckRecord(const v1::PartRecord& record, const v1::PartRecord& planned) {
-  SP_RETURN_IF_ERROR(CheckFileRecord(record.file()));
-  v1::PartRecord described = record;
-  described.clear_etag();
-  described.mutable_file()->clear_chunk_sha256();
-  described.mutable_file()->clear_digest();
-  for (v1::TensorRecord& tensor : *described.mutable_file()->mutable_tensors()) {
-    const auto crc = HexDecode(tensor.native_crc32c());
-    if (!crc.ok() || crc->size() != sizeof(uint32_t)) {
-      return absl::DataLossError(absl::StrCat(record.file().key(), ": tensor ", tensor.name(),
-                                              ": native CRC '", tensor.native_crc32c(),
-                                              "' is no CRC-32C"));
-    }
-    tensor.clear_native_crc32c();
-  }
-  google::protobuf::util::MessageDifferencer differencer;
-  std::string differences;
-  differencer.ReportDifferencesToString(&differences);
-  if (differencer.Compare(planned, described)) return absl::OkStatus();
-  return absl::DataLossError(absl::StrCat(record.file().key(), ": record differs from the plan: ",
-                                          differences.substr(0, differences.find('\n'))));
-}
-
-absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
-                        const CommitGate& gate) {
-  SP_CHECK(record.has_rank() && record.has_part() && record.has_region());
-  SP_ASSIGN_OR_RETURN(const std::string text, StoredJson(record));
-  const std::string key = JournalKey(record.layout_fingerprint(), record.rank(), record.part());
-  return destination.Put(key, text, gate).status();
-}
-
-absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
-                                ObjectStore& destination) {
-  const std::string key = JournalKey(plan.fingerprint, part.rank, part.part->part);
-  const auto text = destination.Get(key, kMaxDocumentBytes);
-  if (absl::IsNotFound(text.status())) return false;
-  SP_RETURN_IF_ERROR(text.status());
-  v1::PartRecord record;
-  if (!ParseStoredJson(*text, key, kFormatVersion, record).ok()) return false;
-  SP_ASSIGN_OR_RETURN(const v1::PartRecord planned, PlannedRecord(plan, part));
-  if (!CheckRecord(record, planned).ok()) return false;
-  const auto info = destination.Head(record.file().key());
-  if (absl::IsNotFound(info.status())) return false;
-  SP_RETURN_IF_ERROR(info.status());
-  return info->size_bytes == record.file().size_bytes() && info->etag == record.etag();
-}
-
-namespace {
-
-// A job removes the journals of others before its first write (ClearLeftovers), so one that is
-// there at its end belongs to a job that writes now, which a store without claims does not keep
-// out. Then neither may publish: parts of both have the same names.
-absl::Status CheckAlone(const JobPlan& plan, ObjectStore& destination) {
-  SP_ASSIGN_OR_RETURN(const std::vector<ObjectEntry> entries, destination.List(kWorkPrefix));
-  for (const ObjectEntry& entry : entries) {
-    const ObjectName name = ParseObjectName(entry.key);
-    std::string fingerprint;
-    if (const auto* rank = std::get_if<RankJournal>(&name)) fingerprint = rank->fingerprint;
-    if (const auto* all = std::get_if<ReplicatedJournal>(&name)) fingerprint = all->fingerprint;
-    if (const auto* commit = std::get_if<CommitIntent>(&name)) fingerprint = commit->fingerprint;
-    if (fingerprint.empty() || fingerprint == plan.fingerprint) continue;
-    return absl::FailedPreconditionError(absl::StrCat(
-        destination.uri(), ": another job writes here, of fingerprint ", fingerprint, " (",
-        entry.key, "), want ", plan.fingerprint, "; run one of them again when both have ended"));
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
 absl::StatusOr<v1::ManifestReference> CommitArtifact(const JobPlan& plan, ObjectStore& source,
                                                      ObjectStore& destination,
                                                      const SigningKey* signer) {
@@ -1315,140 +957,6 @@ absl::Status SignArtifact(ObjectStore& store, const std::string& manifest_sha256
   }
   SP_ASSIGN_OR_RETURN(const std::string signature, signer.Sign(text));
   return store.Put(SignatureKey(), signature, CommitGate()).status();
-}
-
-absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store) {
-  SP_ASSIGN_OR_RETURN(const std::string text, ReadManifestText(store));
-  return ParseManifest(text);
-}
-
-absl::StatusOr<std::string> ReadManifestText(ObjectStore& store) {
-  auto text = store.Get(ManifestKey(), kMaxDocumentBytes);
-  if (!absl::IsNotFound(text.status())) return text;
-  // What is missing may be more than the manifest: the bucket, say.
-  return absl::NotFoundError(
-      absl::StrCat("no artefact at ", store.uri(), ": ", text.status().message()));
-}
-
-absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text) {
-  v1::Manifest manifest;
-  SP_RETURN_IF_ERROR(ParseStoredJson(text, ManifestKey(), kFormatVersion, manifest));
-  if (manifest.stage() != kPreparedStage) {
-    return absl::InvalidArgumentError(absl::StrCat(ManifestKey(), ": stage '", manifest.stage(),
-                                                   "', want '", kPreparedStage, "'"));
-  }
-  if (!IsFingerprint(manifest.layout_fingerprint()) ||
-      Sha256Hex(manifest.fingerprint_inputs()) != manifest.layout_fingerprint()) {
-    return absl::InvalidArgumentError(absl::StrCat(ManifestKey(), ": layout_fingerprint '",
-                                                   manifest.layout_fingerprint(),
-                                                   "' is not the SHA-256 of fingerprint_inputs"));
-  }
-  return manifest;
-}
-
-absl::StatusOr<v1::RankManifest> ReadRankManifest(ObjectStore& store, const v1::SmallFile& file) {
-  const auto text = store.Get(file.key(), kMaxDocumentBytes);
-  if (absl::IsNotFound(text.status())) {
-    return absl::DataLossError(absl::StrCat(file.key(), ": missing"));
-  }
-  SP_RETURN_IF_ERROR(text.status());
-  return ParseRankManifest(*text, file);
-}
-
-absl::StatusOr<v1::RankManifest> ParseRankManifest(const std::string& text,
-                                                   const v1::SmallFile& file) {
-  if (static_cast<int64_t>(text.size()) != file.size_bytes() || Sha256Hex(text) != file.sha256()) {
-    return absl::DataLossError(absl::StrCat(file.key(), ": ", text.size(), " bytes with SHA-256 ",
-                                            Sha256Hex(text), ", want ", file.size_bytes(), " with ",
-                                            file.sha256()));
-  }
-  v1::RankManifest manifest;
-  SP_RETURN_IF_ERROR(ParseStoredJson(text, file.key(), kFormatVersion, manifest));
-  return manifest;
-}
-
-absl::Status CheckFileRecord(const v1::FileRecord& file) {
-  const auto fail = [&](const std::string& what) {
-    return absl::DataLossError(absl::StrCat(file.key(), ": ", what));
-  };
-  if (file.size_bytes() < 0) return fail(absl::StrCat("size ", file.size_bytes()));
-  const int64_t chunks =
-      file.size_bytes() / kDigestChunkBytes + (file.size_bytes() % kDigestChunkBytes != 0 ? 1 : 0);
-  if (file.chunk_sha256_size() != chunks) {
-    return fail(absl::StrCat(file.chunk_sha256_size(), " chunk digests for ", file.size_bytes(),
-                             " bytes, want ", chunks));
-  }
-  std::vector<Sha256Bytes> digests;
-  for (const std::string& hex : file.chunk_sha256()) {
-    const auto bytes = HexDecode(hex);
-    if (!bytes.ok() || bytes->size() != sizeof(Sha256Bytes)) {
-      return fail(absl::StrCat("chunk digest '", hex, "' is no SHA-256"));
-    }
-    std::copy(bytes->begin(), bytes->end(), digests.emplace_back().begin());
-  }
-  if (DigestOfChunks(digests) != file.digest()) {
-    return fail(absl::StrCat("digest ", file.digest(), ", but its chunk digests give ",
-                             DigestOfChunks(digests)));
-  }
-  int64_t end = 0;
-  for (const v1::TensorRecord& tensor : file.tensors()) {
-    if (tensor.offset() < end || tensor.size_bytes() < 0 ||
-        tensor.size_bytes() > file.size_bytes() - tensor.offset()) {
-      return fail(absl::StrCat("tensor ", tensor.name(), ": ", tensor.size_bytes(), " bytes at ",
-                               tensor.offset(), " do not lie in [", end, ", ", file.size_bytes(),
-                               ")"));
-    }
-    end = tensor.offset() + tensor.size_bytes();
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CheckFileBytes(const v1::FileRecord& file, ObjectStore& store,
-                            absl::Span<uint8_t> buffer) {
-  SP_CHECK(!buffer.empty());
-  SP_ASSIGN_OR_RETURN(const auto reader, store.Open(file.key()));
-  if (reader->info().size_bytes != file.size_bytes()) {
-    return absl::DataLossError(absl::StrCat(file.key(), ": ", reader->info().size_bytes,
-                                            " bytes, want ", file.size_bytes()));
-  }
-  ChunkedDigest digest;
-  const auto largest = static_cast<int64_t>(buffer.size());
-  for (int64_t at = 0; at < file.size_bytes();) {
-    const int64_t piece = std::min(largest, file.size_bytes() - at);
-    const absl::Span<uint8_t> bytes = buffer.subspan(0, static_cast<size_t>(piece));
-    SP_RETURN_IF_ERROR(reader->ReadAt(at, bytes));
-    digest.Update(bytes);
-    at += piece;
-  }
-  const std::string found = digest.Finish().digest;
-  if (found == file.digest()) return absl::OkStatus();
-  return absl::DataLossError(
-      absl::StrCat(file.key(), ": reads back as ", found, ", but ", file.digest(), " was written"));
-}
-
-std::string DescribeInputs(const std::string& found, const std::string& want) {
-  return DescribeDifferences(ParseInputs(found), ParseInputs(want));
-}
-
-std::string ContentId(const std::vector<v1::RankManifest>& ranks, const v1::Manifest& manifest) {
-  std::map<std::string, std::string> digests;
-  for (const v1::RankManifest& rank : ranks) {
-    for (const v1::FileRecord& file : rank.files()) digests[file.key()] = file.digest();
-  }
-  for (const auto* files :
-       {&manifest.rank_manifests(), &manifest.expert_maps(), &manifest.copied_files()}) {
-    for (const v1::SmallFile& file : *files) {
-      digests[file.key()] = absl::StrCat("sha256:", file.sha256());
-    }
-  }
-  std::string text;
-  for (const auto& [key, digest] : digests) {
-    text.append(key);
-    text.push_back('\0');
-    text.append(digest);
-    text.push_back('\n');
-  }
-  return Sha256Hex(text);
 }
 
 }  // namespace shardprep

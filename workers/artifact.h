@@ -1,5 +1,5 @@
-// The destination of a job: what lies there, how a part is recorded, how the artefact is committed,
-// and how the job's traces are removed. Design of the protocol in artifact.cc.
+// The destination of a job: in what state it is, how the artefact is committed, and how the job's
+// traces are removed. Design of the protocol in artifact.cc.
 //
 // Everything here assumes that no other job writes to the destination at the same time; the
 // controller sees to that. All functions block on the stores and hold no state of their own.
@@ -12,7 +12,6 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/types/span.h"
 #include "shardprep/v1/manifest.pb.h"
 #include "shardprep/v1/prep.pb.h"
 #include "workers/job_plan.h"
@@ -69,33 +68,6 @@ absl::StatusOr<std::vector<std::string>> ForgetDamagedParts(
 // that InspectDestination has accepted as kFresh or kResumable.
 absl::Status ClearLeftovers(const JobPlan& plan, ObjectStore& destination);
 
-// One part of one rank; `part` points into the plan.
-struct PlannedPart {
-  int32_t region = 0;
-  int32_t rank = 0;
-  const PartPlan* part = nullptr;
-};
-
-// Every part of every rank, in region order.
-std::vector<PlannedPart> PlannedParts(const JobPlan& plan);
-
-// Everything that the plan says about a part, so all of its record except digests, native CRCs and
-// the ETag. INVALID_ARGUMENT when the part's header is too large for its format.
-absl::StatusOr<v1::PartRecord> PlannedRecord(const JobPlan& plan, const PlannedPart& planned);
-
-// Whether a record has all that a record has, and says what the plan says. DATA_LOSS naming the
-// file and the first field that differs.
-absl::Status CheckRecord(const v1::PartRecord& record, const v1::PartRecord& planned);
-
-// Makes a finished part part of the journal: the resume record.
-absl::Status RecordPart(const v1::PartRecord& record, ObjectStore& destination,
-                        const CommitGate& gate);
-
-// Whether a part has a record in the journal that says what the plan says (CheckRecord), and its
-// object still has the recorded size and ETag. For a worker that must not do it again.
-absl::StatusOr<bool> IsRecorded(const JobPlan& plan, const PlannedPart& part,
-                                ObjectStore& destination);
-
 // Copies the small files, writes rank manifests, proves coverage on the records, and publishes
 // manifest.json last and if-absent; just before it, with a signer, its signature. Idempotent: a
 // manifest with equal bytes is a success.
@@ -124,42 +96,5 @@ absl::Status RemoveJobOutput(const JobPlan& plan, ObjectStore& destination);
 // The same, but keeps the recorded parts and their records, so that the next run of the plan
 // resumes them. For failed jobs.
 absl::Status RemoveUnrecorded(const JobPlan& plan, ObjectStore& destination);
-
-// Reads and parses manifest.json. NOT_FOUND when there is none, INVALID_ARGUMENT when it is
-// malformed or not one of ours, FAILED_PRECONDITION for another format version.
-absl::StatusOr<v1::Manifest> ReadManifest(ObjectStore& store);
-
-// The bytes of manifest.json. NOT_FOUND.
-absl::StatusOr<std::string> ReadManifestText(ObjectStore& store);
-
-// The manifest from its bytes.
-absl::StatusOr<v1::Manifest> ParseManifest(const std::string& text);
-
-// Reads the rank manifest that `file` refers to. DATA_LOSS when it is missing or its size or
-// SHA-256 is not as referred to.
-absl::StatusOr<v1::RankManifest> ReadRankManifest(ObjectStore& store, const v1::SmallFile& file);
-
-// The same from the bytes of the rank manifest.
-absl::StatusOr<v1::RankManifest> ParseRankManifest(const std::string& text,
-                                                   const v1::SmallFile& file);
-
-// Whether a file's digests agree with its size and with each other, and its tensors lie in it
-// without overlap: then chunk digests can be relied on for every byte. DATA_LOSS naming the file.
-absl::Status CheckFileRecord(const v1::FileRecord& file);
-
-// Reads the object that the record describes through `buffer`, of at least one byte, and compares
-// its digest. DATA_LOSS naming the object, what was recorded and what was found.
-absl::Status CheckFileBytes(const v1::FileRecord& file, ObjectStore& store,
-                            absl::Span<uint8_t> buffer);
-
-// How two fingerprint inputs differ, for people: "profile is logical, want aiter-separated; ...".
-// Source files are named. Empty when they do not differ or are not JSON.
-std::string DescribeInputs(const std::string& found, const std::string& want);
-
-// Content id: SHA-256, in hexadecimal, over one line for each file of the artefact except
-// manifest.json, sorted bytewise: the key, a NUL, the digest, a line feed. The digest of a data
-// file is its "sha256-16m:<hex>", that of a small file "sha256:<hex>".
-// `manifest` lists the small files.
-std::string ContentId(const std::vector<v1::RankManifest>& ranks, const v1::Manifest& manifest);
 
 }  // namespace shardprep

@@ -18,6 +18,7 @@
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
 #include "workers/state_dict.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

@@ -18,9 +18,6 @@
 
 namespace shardprep {
 
-// Version of everything that is stored. Part of the fingerprint and of a worker's build.
-inline constexpr char kFormatVersion[] = "1";
-
 class S3Connection;
 
 struct JobPlan {

@@ -30,6 +30,9 @@
 
 namespace shardprep {
 
+// The rank number that stands for "the same for all ranks" in tasks, parts and records.
+inline constexpr int32_t kReplicatedRank = -1;
+
 inline constexpr int64_t kMaxNameNumber = 999'999'999;
 inline constexpr int64_t kMaxKeyBytes = 1024;
 

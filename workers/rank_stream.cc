@@ -5,8 +5,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "kernels/status_macros.h"
-#include "workers/artifact.h"
 #include "workers/block_plan.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
 
 namespace shardprep {

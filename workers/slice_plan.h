@@ -25,12 +25,10 @@
 #include "workers/dtype.h"
 #include "workers/expert_slots.h"
 #include "workers/family.h"
+#include "workers/object_names.h"
 #include "workers/tensor_naming.h"
 
 namespace shardprep {
-
-// The rank number that stands for "the same for all ranks" in tasks, parts and records.
-inline constexpr int32_t kReplicatedRank = -1;
 
 // Rows row_begin, row_begin + row_step, ... (`rows` of them) and byte columns [col_begin, col_begin
 // + col_bytes) of a source tensor whose rows are source_row_bytes long. The first lands in row

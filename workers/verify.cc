@@ -33,12 +33,15 @@
 #include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
 #include "kernels/status_text.h"
-#include "workers/artifact.h"
 #include "workers/block_plan.h"
 #include "workers/digest.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
+#include "workers/plan_differences.h"
 #include "workers/proto_json.h"
 #include "workers/safetensors.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

@@ -10,7 +10,6 @@
 #include "google/rpc/status.pb.h"
 #include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
-#include "workers/artifact.h"
 #include "workers/grpc_status.h"
 #include "workers/joint_prep.h"
 #include "workers/log.h"

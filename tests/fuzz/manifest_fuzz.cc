@@ -8,8 +8,10 @@
 
 #include "shardprep/v1/manifest.pb.h"
 #include "tests/fuzz/fuzz_target.h"
-#include "workers/artifact.h"
 #include "workers/digest.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
+#include "workers/plan_differences.h"
 #include "workers/proto_json.h"
 #include "workers/version.h"
 

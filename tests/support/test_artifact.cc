@@ -7,7 +7,9 @@
 
 #include "kernels/shuffle.h"
 #include "kernels/status_macros.h"
+#include "workers/artifact.h"
 #include "workers/digest.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
 #include "workers/open_store.h"
 #include "workers/proto_json.h"

@@ -9,9 +9,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "shardprep/v1/manifest.pb.h"
+#include "shardprep/v1/prep.pb.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/artifact.h"
 #include "workers/job_plan.h"
 #include "workers/object_store.h"
 

@@ -17,8 +17,11 @@
 #include "tests/support/test_artifact.h"
 #include "workers/coverage.h"
 #include "workers/digest.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
 #include "workers/proto_json.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

@@ -17,9 +17,10 @@
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_artifact.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/artifact.h"
 #include "workers/coverage.h"
 #include "workers/fetch.h"
+#include "workers/journal.h"
+#include "workers/manifest.h"
 #include "workers/object_names.h"
 #include "workers/verify.h"
 

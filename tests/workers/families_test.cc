@@ -22,6 +22,7 @@
 #include "workers/proto_json.h"
 #include "workers/region_prep.h"
 #include "workers/verify.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

@@ -22,8 +22,8 @@
 #include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_artifact.h"
-#include "workers/artifact.h"
 #include "workers/digest.h"
+#include "workers/manifest.h"
 
 namespace shardprep {
 namespace {

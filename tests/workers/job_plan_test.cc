@@ -15,6 +15,7 @@
 #include "tests/support/test_checkpoint.h"
 #include "workers/default_alignment_policy.h"
 #include "workers/digest.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

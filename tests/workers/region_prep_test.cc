@@ -19,10 +19,11 @@
 #include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/artifact.h"
 #include "workers/digest.h"
+#include "workers/journal.h"
 #include "workers/open_store.h"
 #include "workers/proto_json.h"
+#include "workers/version.h"
 
 namespace shardprep {
 namespace {

@@ -11,7 +11,7 @@
 #include "gtest/gtest.h"
 #include "tests/support/test_artifact.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/artifact.h"
+#include "workers/journal.h"
 
 namespace shardprep {
 namespace {

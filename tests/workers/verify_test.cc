@@ -15,8 +15,8 @@
 #include "gtest/gtest.h"
 #include "kernels/layout.h"
 #include "tests/support/test_artifact.h"
-#include "workers/artifact.h"
 #include "workers/digest.h"
+#include "workers/manifest.h"
 #include "workers/proto_json.h"
 
 namespace shardprep {

@@ -14,8 +14,9 @@
 #include "kernels/shuffle.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
-#include "workers/artifact.h"
+#include "workers/journal.h"
 #include "workers/open_store.h"
+#include "workers/target_set.h"
 
 namespace shardprep {
 namespace {
@@ -231,6 +232,44 @@ TEST_F(WorkerTest, OutputsLieInTheMemoryThatTheShufflerWasToldOf) {
     worker.reset();
     EXPECT_TRUE(shuffler.memory.empty()) << "it is freed";
     std::filesystem::remove_all(destination_.path());  // or there is nothing left to do
+  }
+}
+
+TEST_F(WorkerTest, ALeaseOfSeveralTargetsReadsTheSourceOnceWhereMemoryAllows) {
+  TempDir other;
+  v1::PrepJobSpec spec = plan_->spec;
+  v1::Target& second = *spec.add_targets();
+  second.mutable_parallel_layout()->set_tensor_parallel_size(4);
+  second.set_destination_uri(other.path());
+  const auto targets = PlanTargets(spec, {});
+  ASSERT_TRUE(targets.ok()) << targets.status();
+  v1::Lease lease = Lease("a", absl::Seconds(60));
+  *lease.mutable_spec() = (*targets)->spec();
+  lease.set_layout_fingerprint((*targets)->fingerprint());
+  for (int rank = 2; rank < 6; ++rank) lease.add_rank_tasks()->set_rank(rank);
+  *controller_.desired.add_leases() = lease;
+
+  const int64_t together = (*targets)->joint_memory().Total(6, 1);
+  int leases = 0;
+  for (const auto& [budget, times_read] : {std::pair(together, 1), std::pair(together - 1, 2)}) {
+    const auto shuffler = MakeHostShuffler();
+    Worker worker({.worker_id = "w", .memory_budget_bytes = budget, .threads = 1}, &controller_,
+                  shuffler.get(), &clock_, nullptr);
+    ASSERT_TRUE(worker.RunOnce().ok());
+    controller_.AwaitInterruptions(++leases);
+    const v1::LeaseReport report = ReportOf(worker);
+    ASSERT_EQ(report.state(), v1::LeaseReport::STATE_DONE) << report.error().message();
+    EXPECT_THAT(report.completed_ranks(), UnorderedElementsAre(0, 1, 2, 3, 4, 5));
+    EXPECT_EQ(report.bytes_read(), times_read * plan_->slices.regions()[0].source_bytes);
+    for (int t = 0; t < 2; ++t) {
+      const JobPlan& plan = (*targets)->plan(t);
+      const auto store = OpenStore(plan.target().destination_uri(), {.create = true});
+      for (int32_t rank = 0; rank < plan.slices.rank_count(); ++rank) {
+        const PartPlan& part = plan.slices.regions()[0].parts[0];
+        EXPECT_TRUE(IsRecorded(plan, {0, rank, &part}, **store).value()) << t << ", " << rank;
+      }
+      std::filesystem::remove_all(plan.target().destination_uri());  // for the next round
+    }
   }
 }
 

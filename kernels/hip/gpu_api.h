@@ -35,11 +35,11 @@
 #define hipGetDeviceCount cudaGetDeviceCount
 #define hipGetDeviceProperties cudaGetDeviceProperties
 #define hipGetErrorString cudaGetErrorString
-#define hipGetLastError cudaGetLastError
 #define hipHostFree cudaFreeHost
 #define hipHostMalloc cudaHostAlloc
 #define hipHostRegister cudaHostRegister
 #define hipHostUnregister cudaHostUnregister
+#define hipLaunchKernel cudaLaunchKernel
 #define hipMalloc cudaMalloc
 #define hipMemcpyAsync cudaMemcpyAsync
 #define hipSetDevice cudaSetDevice

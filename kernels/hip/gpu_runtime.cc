@@ -88,8 +88,11 @@ class Runtime final : public GpuRuntime {
   void FreePinned(uint8_t* memory) override { (void)hipHostFree(memory); }
 
   absl::Status Pin(uint8_t* memory, int64_t bytes) override {
-    return Check(hipHostRegister(memory, static_cast<size_t>(bytes), hipHostRegisterDefault),
-                 absl::StrCat("pin ", bytes, " bytes"));
+    const absl::Status status =
+        Check(hipHostRegister(memory, static_cast<size_t>(bytes), hipHostRegisterDefault),
+              absl::StrCat("pin ", bytes, " bytes"));
+    // About the memory; a device that is lost says so to the calls that use it.
+    return absl::IsUnavailable(status) ? absl::FailedPreconditionError(status.message()) : status;
   }
   void Unpin(uint8_t* memory) override { (void)hipHostUnregister(memory); }
 

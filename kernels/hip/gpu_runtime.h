@@ -19,7 +19,8 @@ using GpuStream = void*;
 
 // Thread safe. Calls that take no device act on the one that the calling thread selected last. Work
 // on one stream runs in the order in which it was queued, on two streams in any. Every call may
-// also return an error of earlier queued work. RESOURCE_EXHAUSTED: memory of host or device;
+// also return an error of earlier queued work, but not that of a call that failed at once: what is
+// refused fails nothing else. RESOURCE_EXHAUSTED: memory of host or device;
 // FAILED_PRECONDITION: no driver, no such device, or one that the compiled kernels do not run on;
 // INTERNAL: a call of ours was wrong; UNAVAILABLE: the device or its driver failed, and will not
 // work again in this process.
@@ -46,6 +47,7 @@ class GpuRuntime {
   virtual absl::StatusOr<uint8_t*> AllocatePinned(int64_t bytes) = 0;
   virtual void FreePinned(uint8_t* memory) = 0;
   // Pins memory of the caller, which must stay until Unpin(), with the same `memory`, has returned.
+  // FAILED_PRECONDITION also where the system pins no such memory, or it is pinned already.
   virtual absl::Status Pin(uint8_t* memory, int64_t bytes) = 0;
   virtual void Unpin(uint8_t* memory) = 0;
   virtual absl::StatusOr<uint8_t*> AllocateOnDevice(int64_t bytes) = 0;

@@ -15,11 +15,14 @@ __global__ __launch_bounds__(kThreads) void LaneKernel(LaneArgs args) {
   if (lane < args.lanes) ShuffleLane<kTile>(args, lane);
 }
 
+// Answers for this launch alone. hipGetLastError() after <<<>>> would also give the error of an
+// earlier call of this thread, such as a refusal to pin memory.
 template <TileKind kTile>
-hipError_t Launch(const LaneArgs& args, hipStream_t stream) {
+hipError_t Launch(LaneArgs args, hipStream_t stream) {
   const uint32_t groups = (args.lanes + kThreads - 1) / kThreads;
-  LaneKernel<kTile><<<dim3(groups), dim3(kThreads), 0, stream>>>(args);
-  return hipGetLastError();
+  void* arguments[] = {&args};
+  return hipLaunchKernel(reinterpret_cast<const void*>(&LaneKernel<kTile>), dim3(groups),
+                         dim3(kThreads), arguments, 0, stream);
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/device_choice.h"
 #include "kernels/extents.h"
@@ -128,6 +129,21 @@ absl::Status CompareLayouts(Shuffler& device) {
   return absl::OkStatus();
 }
 
+// What the runtime refuses must fail nothing that follows: here, to pin memory that is pinned.
+absl::Status CheckRefusal(GpuRuntime& runtime, int device, Shuffler& shuffler) {
+  std::vector<uint8_t> memory(size_t{1} << 20);
+  SP_RETURN_IF_ERROR(runtime.Select(device));
+  SP_RETURN_IF_ERROR(runtime.Pin(memory.data(), static_cast<int64_t>(memory.size())));
+  const absl::Cleanup unpin = [&] { runtime.Unpin(memory.data()); };
+  const absl::Status refused = shuffler.UseMemory(absl::MakeSpan(memory));
+  std::printf("  memory that is pinned already: %s\n", refused.ToString().c_str());
+  if (!absl::IsFailedPrecondition(refused)) {
+    return absl::InternalError("pinned twice, want FAILED_PRECONDITION");
+  }
+  const std::unique_ptr<Shuffler> host = MakeHostShuffler(HostIsa::kScalar);
+  return CompareJob(shuffler, *host, kGeometries[0].job);
+}
+
 // Buffers on the device for timing, and a stream.
 class Bench {
  public:
@@ -220,6 +236,7 @@ absl::Status CheckDevice(const std::shared_ptr<GpuRuntime>& runtime, int device)
   SP_ASSIGN_OR_RETURN(const std::unique_ptr<Shuffler> shuffler, MakeLaneShuffler(runtime, device));
   std::printf("%s%s\n", shuffler->name().c_str(),
               absl::GetFlag(FLAGS_emulated) ? ", emulated" : "");
+  SP_RETURN_IF_ERROR(CheckRefusal(*runtime, device, *shuffler));
   SP_RETURN_IF_ERROR(CompareLayouts(*shuffler));
   SP_RETURN_IF_ERROR(PrintRates(*runtime, device, *shuffler));
   return absl::OkStatus();

@@ -196,6 +196,7 @@ absl::Status EmulatedGpu::Pin(uint8_t* memory, int64_t bytes) {
   absl::MutexLock lock(&mu_);
   CheckSelected("pin");
   SP_RETURN_IF_ERROR(Count("pin"));
+  if (callers_.contains(memory)) return absl::FailedPreconditionError("emulated: pinned already");
   if (pinned_.bytes + bytes > options_.pinned_bytes) {
     return absl::ResourceExhaustedError("emulated: no pinned memory");
   }

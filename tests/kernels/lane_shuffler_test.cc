@@ -114,12 +114,16 @@ class LaneShufflerTest : public ::testing::Test {
   }
 
   absl::StatusOr<std::vector<uint8_t>> Run(Shuffler& shuffler) const {
-    std::vector<uint8_t> out(static_cast<size_t>(job_.rows * OutputCols(job_)), 0xAA);
-    const RowsView view{source_.data(), job_.native_cols, 0, job_.rows};
-    absl::Status status =
-        shuffler.Shuffle(job_, absl::MakeConstSpan(&view, 1), 0, job_.rows, out.data());
+    std::vector<uint8_t> out(static_cast<size_t>(job_.rows * OutputCols(job_)));
+    absl::Status status = RunInto(shuffler, out);
     if (!status.ok()) return status;
     return out;
+  }
+
+  absl::Status RunInto(Shuffler& shuffler, std::vector<uint8_t>& out) const {
+    std::fill(out.begin(), out.end(), 0xAA);
+    const RowsView view{source_.data(), job_.native_cols, 0, job_.rows};
+    return shuffler.Shuffle(job_, absl::MakeConstSpan(&view, 1), 0, job_.rows, out.data());
   }
 
   // 16 pieces in slots of one block of 32 rows.
@@ -193,12 +197,9 @@ TEST_F(LaneShufflerTest, OutputInUsedMemoryIsCopiedStraightToItsPlace) {
   auto shuffler = MakeLaneShuffler(gpu, 0, small_).value();
   const int64_t slots_only = gpu->AllocatedBytes();
   std::vector<uint8_t> out(want_.size());
-  const RowsView view{source_.data(), job_.native_cols, 0, job_.rows};
   const auto run = [&] {
-    std::fill(out.begin(), out.end(), 0xAA);
     const int64_t before = gpu->BytesToCallers();
-    EXPECT_TRUE(
-        shuffler->Shuffle(job_, absl::MakeConstSpan(&view, 1), 0, job_.rows, out.data()).ok());
+    EXPECT_TRUE(RunInto(*shuffler, out).ok());
     EXPECT_TRUE(out == want_);
     return gpu->BytesToCallers() - before;
   };
@@ -226,6 +227,19 @@ TEST_F(LaneShufflerTest, MemoryThatCannotBePinnedIsNotUsed) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("hip:0/gfx942: "));
   EXPECT_EQ(Run(*shuffler).value(), want_);
   EXPECT_EQ(gpu->BytesToCallers(), 0);
+  EXPECT_THAT(gpu->Problems(), IsEmpty());
+}
+
+TEST_F(LaneShufflerTest, MemoryThatIsPinnedAlreadyIsNotUsedAndStaysPinned) {
+  const auto gpu = std::make_shared<EmulatedGpu>();
+  const auto shuffler = MakeLaneShuffler(gpu, 0, small_).value();
+  std::vector<uint8_t> memory(4096);
+  ASSERT_TRUE(gpu->Pin(memory.data(), 4096).ok());
+  const absl::Status status = shuffler->UseMemory(absl::MakeSpan(memory));
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+  EXPECT_TRUE(shuffler->Health().ok());
+  EXPECT_EQ(Run(*shuffler).value(), want_);
+  gpu->Unpin(memory.data());
   EXPECT_THAT(gpu->Problems(), IsEmpty());
 }
 
@@ -273,31 +287,42 @@ TEST_F(LaneShufflerTest, MoreThreadsThanSlotsAllFinish) {
 }
 
 TEST_F(LaneShufflerTest, EveryFailingCallIsReportedAndLeavesNothingInUse) {
-  const auto whole = std::make_shared<EmulatedGpu>();
-  const int64_t opening = [&] {
-    const auto shuffler = MakeLaneShuffler(whole, 0, small_).value();
-    const int64_t calls = whole->calls();
-    EXPECT_TRUE(Run(*shuffler).ok());
-    return calls;
-  }();
-  const int64_t all = whole->calls() - 1;  // the last selects the device for freeing
-  ASSERT_GT(all, opening + int64_t{16} * 4);
-  for (int64_t call = 0; call < all; ++call) {
-    SCOPED_TRACE(absl::StrCat("call ", call));
-    const auto gpu = std::make_shared<EmulatedGpu>();
-    gpu->FailCall(call, absl::ResourceExhaustedError("made to fail"));
-    auto shuffler = MakeLaneShuffler(gpu, 0, small_);
-    const absl::Status status = shuffler.ok() ? Run(**shuffler).status() : shuffler.status();
-    EXPECT_EQ(shuffler.ok(), call >= opening);
-    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
-    EXPECT_THAT(std::string(status.message()), HasSubstr("made to fail"));
-    if (shuffler.ok()) {
-      EXPECT_TRUE((*shuffler)->Health().ok());
-      EXPECT_EQ(Run(**shuffler).value(), want_) << "the next call works";
-      shuffler->reset();
+  std::vector<uint8_t> out(want_.size());
+  for (const bool straight : {false, true}) {
+    const auto attempt = [&](Shuffler& shuffler) {
+      const absl::Status used =
+          straight ? shuffler.UseMemory(absl::MakeSpan(out)) : absl::OkStatus();
+      return used.ok() ? RunInto(shuffler, out) : used;
+    };
+    const auto whole = std::make_shared<EmulatedGpu>();
+    const int64_t opening = [&] {
+      const auto shuffler = MakeLaneShuffler(whole, 0, small_).value();
+      const int64_t calls = whole->calls();
+      EXPECT_TRUE(attempt(*shuffler).ok());
+      return calls;
+    }();
+    EXPECT_EQ(whole->BytesToCallers(), straight ? static_cast<int64_t>(out.size()) : 0);
+    const int64_t all = whole->calls() - 1;  // the last selects the device for freeing
+    ASSERT_GT(all, opening + int64_t{16} * 4);
+    for (int64_t call = 0; call < all; ++call) {
+      SCOPED_TRACE(absl::StrCat("call ", call, straight ? ", straight" : ""));
+      const auto gpu = std::make_shared<EmulatedGpu>();
+      gpu->FailCall(call, absl::ResourceExhaustedError("made to fail"));
+      auto shuffler = MakeLaneShuffler(gpu, 0, small_);
+      const absl::Status status = shuffler.ok() ? attempt(**shuffler) : shuffler.status();
+      EXPECT_EQ(shuffler.ok(), call >= opening);
+      EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+      EXPECT_THAT(std::string(status.message()), HasSubstr("made to fail"));
+      if (shuffler.ok()) {
+        EXPECT_TRUE((*shuffler)->Health().ok());
+        // Memory in use that is unpinned is a problem.
+        EXPECT_TRUE((*shuffler)->UseMemory({}).ok());
+        EXPECT_EQ(Run(**shuffler).value(), want_) << "the next call works";
+        shuffler->reset();
+      }
+      EXPECT_EQ(gpu->AllocatedBytes(), 0);
+      EXPECT_THAT(gpu->Problems(), IsEmpty());
     }
-    EXPECT_EQ(gpu->AllocatedBytes(), 0);
-    EXPECT_THAT(gpu->Problems(), IsEmpty());
   }
 }
 

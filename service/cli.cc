@@ -278,7 +278,7 @@ void RunFlags::AddTo(FlagSet& flags) {
   flags.Int("workers", "N",
             "Worker processes. One is enough for one machine: it has a thread for each processor.",
             1, 64, &workers);
-  flags.Int("threads", "N", "Threads of one worker. 0: one for each processor.", 0, 4096, &threads);
+  flags.Int("threads", "N", kThreadsHelp, 0, 4096, &threads);
   flags.String(
       "device", "DEVICE",
       "Where shuffles run: cpu, hip:N (GPU N), hip (GPU 0; several workers take one each), "

@@ -218,6 +218,9 @@ absl::Status MeasureJobs(const BenchFlags& flags, const WorkDirectory& place, St
 
 absl::StatusOr<BenchResult> Bench(const BenchFlags& flags, StopSwitch& stop) {
   SP_ASSIGN_OR_RETURN(const ChosenDevice device, OpenDevice(flags.device, flags.ThreadCount()));
+  // Rooflines and jobs alike run where a worker of this device does; it takes the binding over.
+  const Processors near = ProcessorsNear(device.shuffler->pci_address(), OwnProcessors());
+  if (!near.empty()) RunOnlyOn(near);
   BenchResult result;
   result.threads = flags.ThreadCount();
   result.source = flags.source;
@@ -282,8 +285,7 @@ int RunBench(const CliContext& context, const CliArguments& arguments) {
   flags.Size("size", "Size of the checkpoint that is made, to the nearest expert.",
              &wish.size_bytes);
   flags.Int("tensor-parallel-size", "N", "Ranks of the job.", 1, 4096, &wish.tensor_parallel_size);
-  flags.Int("threads", "N", "Threads of the worker. 0: one for each processor.", 0, 4096,
-            &wish.threads);
+  flags.Int("threads", "N", kThreadsHelp, 0, 4096, &wish.threads);
   flags.Size("memory-budget", "Memory for the buffers of the worker.", &wish.memory_budget_bytes);
   flags.String("device", "DEVICE", "Where shuffles run: cpu, hip:N or auto, as for prepare.",
                &wish.device);

@@ -45,7 +45,7 @@ struct ControllerHostOptions {
   std::string worker_program;  // empty: shardprep-worker beside the own binary
   // kernels/device_choice.h; of several workers each gets a GPU of its own, as far as there are.
   std::string device = "auto";
-  int worker_threads = 0;  // 0: one for each processor
+  int worker_threads = 0;  // 0: the worker decides
   // Budget of each local worker, and for the figures of plans.
   int64_t memory_budget_bytes = int64_t{512} << 20;
 

@@ -50,7 +50,10 @@ ABSL_FLAG(std::string, sign_key, "",
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
 ABSL_FLAG(std::string, device, "auto",
           "Device of the local workers: cpu, hip, hip:N, auto or auto:N.");
-ABSL_FLAG(int, threads, 0, "Threads of each local worker. 0: one for each processor.");
+ABSL_FLAG(
+    int, threads, 0,
+    "Threads of each local worker. 0: one for each processor that it may run on, and no more than "
+    "whole processors of its control group's quota.");
 ABSL_FLAG(std::string, memory_budget, "512MiB",
           "Memory that the buffers of each local worker may take; also what plans assume.");
 ABSL_FLAG(std::string, state_dir, "",

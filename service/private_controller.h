@@ -20,7 +20,7 @@ struct PrivateControllerOptions {
   int workers = 1;
   std::string device = "auto";                       // kernels/device_choice.h
   int64_t memory_budget_bytes = int64_t{512} << 20;  // of each worker
-  int worker_threads = 0;                            // of each worker; 0: one for each processor
+  int worker_threads = 0;                            // of each worker; 0: it decides
   std::string metrics_listen;                        // empty: none
   // Directories that symbolic links inside the source may lead into.
   std::vector<std::string> allow_source_root;

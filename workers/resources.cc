@@ -1,11 +1,14 @@
 #include "workers/resources.h"
 
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <fstream>
 #include <iterator>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -137,6 +140,19 @@ bool RunOnlyOn(const Processors& processors) {
   CPU_ZERO(&set);
   for (const int processor : processors) CPU_SET(processor, &set);
   return ::sched_setaffinity(0, sizeof(set), &set) == 0;
+}
+
+absl::Status StartOverOn(const Processors& processors, char* const* argv) {
+  const Processors own = OwnProcessors();
+  const auto refused = [](const char* call) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(call, ": ", std::generic_category().message(errno)));
+  };
+  if (!RunOnlyOn(processors)) return refused("sched_setaffinity");
+  ::execv("/proc/self/exe", argv);
+  const absl::Status status = refused("execv /proc/self/exe");
+  RunOnlyOn(own);
+  return status;
 }
 
 int64_t DefaultMemoryBudget(const CgroupLimits& limits) {

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
+
 namespace shardprep {
 
 struct CgroupLimits {
@@ -48,5 +50,11 @@ Processors ProcessorsNear(const std::string& address, const Processors& own,
 
 // Binds the calling thread, and those that it starts. False where the system refuses.
 bool RunOnlyOn(const Processors& processors);
+
+// Starts this program over, bound to these processors, so that all threads and memory that it has
+// come to be there: the same process and arguments (`argv` as of main()), nothing else kept but
+// open files. Returns only where the system refuses, with why, and bound as before.
+// FAILED_PRECONDITION.
+absl::Status StartOverOn(const Processors& processors, char* const* argv);
 
 }  // namespace shardprep

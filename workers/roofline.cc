@@ -76,9 +76,10 @@ class Bench {
   explicit Bench(const RooflineOptions& options) : options_(options) {}
 
   absl::StatusOr<std::vector<Roofline>> Run() {
-    for (int t = 0; t < options_.threads; ++t) {
-      buffers_.push_back(FilledMemory(kRooflineBufferBytes));
-    }
+    memory_ = FilledMemory(options_.threads * kRooflineBufferBytes);
+    // As a worker does, which goes on without where it is refused.
+    options_.shuffler->UseMemory(memory_.bytes()).IgnoreError();
+    const absl::Cleanup stop_using = [this] { options_.shuffler->UseMemory({}).IgnoreError(); };
     SP_ASSIGN_OR_RETURN(store_, OpenStore(options_.directory, {}));
     const absl::Cleanup remove = [this] {
       for (int t = 0; t < options_.threads; ++t) store_->Delete(FileName(t)).IgnoreError();
@@ -119,7 +120,9 @@ class Bench {
 
   int64_t FileBytes() const { return options_.file_bytes / options_.threads; }
   static std::string FileName(int thread) { return absl::StrCat("roofline-", thread); }
-  uint8_t* Memory(int thread) const { return buffers_[thread].bytes().data(); }
+  uint8_t* Memory(int thread) const {
+    return memory_.bytes().data() + thread * kRooflineBufferBytes;
+  }
   absl::Span<const uint8_t> Block(int thread) const { return {Memory(thread), kBlockBytes}; }
 
   absl::Status Copy(int thread) {
@@ -181,7 +184,7 @@ class Bench {
 
   const RooflineOptions& options_;
   std::unique_ptr<ObjectStore> store_;
-  std::vector<WorkMemory> buffers_;
+  WorkMemory memory_;
   std::vector<Roofline> results_;
 };
 

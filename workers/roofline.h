@@ -22,11 +22,11 @@ struct Roofline {
 };
 
 // memcpy          between buffers larger than the caches, touched before
-// file_write      256 KiB at a time into files, one a thread, until they are durable
-// file_read       256 KiB at a time from files that were read before, into a buffer that is in
-// cache sha256, crc32c  over a buffer that is in cache weight_shuffle  `aiter-16x16` of a block of
-// a w13 weight, cache to cache scale_shuffle   `aiter-e8m0` of a block of a w13 scale, cache to
-// cache
+// file_write      blocks of 256 KiB into files, one a thread, as a job writes, until durable
+// file_read       blocks of 256 KiB of files that were read before, into a buffer in cache
+// sha256, crc32c  over a buffer in cache
+// weight_shuffle  `aiter-16x16` of a block of a w13 weight, cache to cache
+// scale_shuffle   `aiter-e8m0` of a block of a w13 scale, cache to cache
 inline constexpr const char* kRooflineNames[] = {
     "memcpy", "file_write", "file_read", "sha256", "crc32c", "weight_shuffle", "scale_shuffle"};
 

@@ -131,13 +131,13 @@ std::string DefaultWorkerId() {
 void StartOverNear(const Shuffler& shuffler, char** argv) {
   const Processors own = OwnProcessors();
   const Processors near = ProcessorsNear(shuffler.pci_address(), own);
-  if (near.empty() || near == own || !RunOnlyOn(near)) return;
+  if (near.empty() || near == own) return;
   Log(LogLevel::kInfo, "worker", "starting over near the device",
       {{"device", shuffler.name()},
        {"processors", static_cast<int64_t>(near.size())},
        {"of", static_cast<int64_t>(own.size())}});
-  ::execv("/proc/self/exe", argv);
-  RunOnlyOn(own);
+  const absl::Status status = StartOverOn(near, argv);
+  Log(LogLevel::kWarning, "worker", "not started over", {{"status", status}});
 }
 
 // A worker of directories goes on without S3; a job that needs it is then told so.

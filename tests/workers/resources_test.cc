@@ -1,10 +1,17 @@
 #include "workers/resources.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "absl/status/status.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/support/temp_dir.h"
 
@@ -108,6 +115,53 @@ TEST(Resources, AThreadRunsWhereItIsBound) {
     EXPECT_EQ(DefaultThreads(), 1) << "threads beyond would share the processor";
     std::thread([&] { EXPECT_EQ(OwnProcessors(), Processors{own.back()}); }).join();
   }).join();
+}
+
+// What a program that started over finds; run by the next test in a process of its own.
+TEST(Resources, DISABLED_AfterStartingOver) {
+  const char* const before = std::getenv("SHARDPREP_TEST_PROCESS");
+  const char* const processor = std::getenv("SHARDPREP_TEST_PROCESSOR");
+  ASSERT_TRUE(before != nullptr && processor != nullptr);
+  EXPECT_EQ(std::to_string(::getpid()), before);
+  EXPECT_EQ(OwnProcessors(), Processors{std::stoi(processor)});
+  EXPECT_EQ(DefaultThreads(), 1);
+  std::vector<char> byte(1);
+  EXPECT_EQ(::read(STDIN_FILENO, byte.data(), 1), 1) << "open files stay open";
+  EXPECT_EQ(byte[0], 'x');
+}
+
+TEST(Resources, AProgramStartsOverAsTheSameProcessOnItsProcessors) {
+  const int processor = OwnProcessors().back();
+  int pipe[2];
+  ASSERT_EQ(::pipe(pipe), 0);
+  ASSERT_EQ(::write(pipe[1], "x", 1), 1);
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    ::dup2(pipe[0], STDIN_FILENO);
+    ::setenv("SHARDPREP_TEST_PROCESS", std::to_string(::getpid()).c_str(), 1);
+    ::setenv("SHARDPREP_TEST_PROCESSOR", std::to_string(processor).c_str(), 1);
+    std::string name = "started over", filter = "--gtest_filter=*DISABLED_AfterStartingOver",
+                disabled = "--gtest_also_run_disabled_tests";
+    char* const arguments[] = {name.data(), filter.data(), disabled.data(), nullptr};
+    StartOverOn({processor}, arguments).IgnoreError();
+    ::_exit(99);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  ::close(pipe[0]);
+  ::close(pipe[1]);
+}
+
+TEST(Resources, WhatCannotBeBoundToDoesNotStartOver) {
+  const Processors own = OwnProcessors();
+  char* const arguments[] = {nullptr};
+  const absl::Status status = StartOverOn({}, arguments);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("sched_setaffinity"));
+  EXPECT_EQ(OwnProcessors(), own);
 }
 
 TEST(Resources, ThreadsAreWholeProcessorsOfTheQuota) {

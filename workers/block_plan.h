@@ -63,8 +63,9 @@ std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRang
 // Ranges of a source that prefers large reads which are fetched at a time.
 inline constexpr int kSourceReaders = 16;
 
-// Writes of all ranks that are on their way at a time where memory allows. Measured on a local
-// disk: fewer leave it idle, more gain nothing.
+// Writes that are on their way at a time where memory allows: shared among the ranks of a lease,
+// rounded up. Measured on a local disk: fewer leave it idle, more gain nothing. Of a directory no
+// more are carried out at a time either (kDirectWriters in directory_store.cc).
 inline constexpr int32_t kWritesAtOnce = 8;
 
 // Spans start at multiples of it in the buffer that they share.

@@ -133,7 +133,8 @@ constexpr int64_t kWritebackBytes = int64_t{4} << 20;
 constexpr int64_t kDirectObjectBytes = int64_t{8} << 20;
 constexpr int64_t kDirectPieceBytes = int64_t{512} << 10;
 constexpr int64_t kDirectAlignment = 4096;
-// They wait for the disk nearly all the time.
+// They wait for the disk nearly all the time. Leases have no more writes at once (kWritesAtOnce in
+// block_plan.h), so raise both.
 constexpr int kDirectWriters = 8;
 // Bounds the repetitions after another process removed a directory that was about to be used.
 constexpr int kMaxAttempts = 16;
@@ -346,6 +347,10 @@ class Tree {
   absl::StatusOr<UniqueFd> EnterChild(int directory, const std::string& name,
                                       const std::string& path, Missing missing) const;
 
+  // Whether the root, or the directory in which it would be made, is on a file system that suits
+  // writing past the page cache.
+  bool SuitsDirect() const;
+
   absl::StatusOr<TemporaryObject> CreateTemporary();
   void Discard(TemporaryObject* temporary) const;
 
@@ -521,6 +526,14 @@ absl::Status Tree::SyncDirectory(int directory, const std::string& path) const {
   // Some network file systems have no fsync of directories: their servers order names themselves.
   if (errno == EINVAL || errno == EOPNOTSUPP) return absl::OkStatus();
   return ErrnoStatus(errno, path, "fsync directory");
+}
+
+bool Tree::SuitsDirect() const {
+  for (std::string path = root_;; path = ParentPath(path)) {
+    const UniqueFd directory(::open(path.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC));
+    if (directory.ok()) return ops_->SuitsDirect(directory.get());
+    if (path == "/") return false;
+  }
 }
 
 absl::StatusOr<TemporaryObject> Tree::CreateTemporary() {
@@ -1128,7 +1141,8 @@ class DirectoryStore final : public ObjectStore {
                                                : DirectWriter::BufferBytes(largest_reserve, 1);
   }
   int64_t FurtherWriteBytes(int64_t largest_object, int64_t largest_reserve) const override {
-    return largest_object < kDirectObjectBytes ? 0 : DirectWriter::PieceBytes(largest_reserve);
+    if (largest_object < kDirectObjectBytes || !tree_.SuitsDirect()) return 0;
+    return DirectWriter::PieceBytes(largest_reserve);
   }
 
   absl::StatusOr<int64_t> FreeBytes() override;

@@ -101,7 +101,7 @@ struct WriteOptions {
   int64_t size_bytes = 0;
   // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(size_bytes, largest
   // Reserve), and FurtherWriteBytes() of the same for each write at once beyond the first. It
-  // belongs to the writer until Commit() returns or the writer is destroyed.
+  // belongs to the writer until Commit() succeeds or the writer is destroyed.
   absl::Span<uint8_t> buffer;
   // Pieces that may be on their way while the caller fills another, at least 1. A store without
   // such pieces ignores it.

@@ -748,6 +748,7 @@ TEST_F(DirectWrites, SmallObjectsAndOtherFileSystemsUseThePageCache) {
   ASSERT_THAT(Stream(*store_, "small", PositionBytes(kLarge - 1), 300'000), IsOk());
   ASSERT_THAT(store_->Put("put", "bytes", CommitGate()), IsOk());
   ops_.suits = false;
+  EXPECT_EQ(store_->FurtherWriteBytes(kLarge, 100'000), 0) << "of no use there";
   ASSERT_THAT(Stream(*store_, "large", PositionBytes(kLarge), 300'000), IsOk());
   EXPECT_EQ(ops_.direct_bytes(), 0);
   EXPECT_EQ(ops_.plain_bytes(), kLarge - 1 + 5 + kLarge);

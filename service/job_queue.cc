@@ -116,7 +116,7 @@ absl::Duration FromDuration(const google::protobuf::Duration& duration) {
   return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
 }
 
-// `status` with another message, its reason kept.
+// `status` with `suffix` behind its message.
 absl::Status Followed(const absl::Status& status, const std::string& suffix) {
   return WithMessage(status, absl::StrCat(status.message(), suffix));
 }

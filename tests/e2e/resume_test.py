@@ -7,7 +7,7 @@ import unittest
 
 sys.dont_write_bytecode = True
 from support import (Process, TestCase, file_hashes, is_alive, make_checkpoint, prepare_arguments,
-                     wait_until, workers_of)
+                     read_json, wait_until, workers_of)
 
 
 class ResumeTest(TestCase):
@@ -53,6 +53,25 @@ class ResumeTest(TestCase):
         self.assertEqual(code, 130)
         self.assertIn("again", log)
         self.finish(destination)
+
+    def test_a_recorded_part_that_rots_is_made_again_where_that_is_asked(self):
+        destination, _, _ = self.interrupted(signal.SIGKILL)
+        record = read_json(next(path for path in self.journal(destination)
+                                if path.name != "commit.json"))
+        key, size_bytes = record["file"]["key"], int(record["file"]["size_bytes"])
+        part = destination / key
+        before = part.stat()
+        with part.open("r+b") as file:
+            file.seek(size_bytes // 2)
+            byte = file.read(1)[0]
+            file.seek(size_bytes // 2)
+            file.write(bytes([byte ^ 0x10]))
+        # Size, time and inode are what the record says, so only its bytes tell.
+        os.utime(part, ns=(before.st_atime_ns, before.st_mtime_ns))
+        again = self.run_ok("shardprep", *prepare_arguments(self.source, destination, 8),
+                            "--verify-after-write")
+        self.assertRegex(again.stdout + again.stderr, f"damaged.*{key}")
+        self.assertEqual(file_hashes(destination), file_hashes(self.undisturbed))
 
     def test_a_changed_source_is_not_mixed_in(self):
         destination, _, _ = self.interrupted(signal.SIGKILL)

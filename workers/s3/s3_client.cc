@@ -38,6 +38,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/synchronization/mutex.h"
 #include "kernels/status_macros.h"
+#include "kernels/status_text.h"
 #include "workers/digest.h"
 #include "workers/log.h"
 #include "workers/object_store.h"
@@ -341,10 +342,10 @@ std::unique_ptr<S3Connection::Turn> HttpS3Connection::TakeTurn(const std::string
 
 // With what the status is about in front.
 absl::Status HttpS3Connection::Fail(const absl::Status& status, const S3Call& call) const {
-  const std::string message = absl::StrCat(
-      "s3://", call.bucket, call.key.empty() ? "" : "/", call.key, ": ", call.operation, " at ",
-      EndpointOf(call, RegionOf(call.bucket)), ": ", status.message());
-  return IsNoSpace(status) ? NoSpaceError(message) : absl::Status(status.code(), message);
+  return WithMessage(
+      status, absl::StrCat("s3://", call.bucket, call.key.empty() ? "" : "/", call.key, ": ",
+                           call.operation, " at ", EndpointOf(call, RegionOf(call.bucket)), ": ",
+                           status.message()));
 }
 
 HttpRequest HttpS3Connection::MakeRequest(const S3Call& call, const Progress& progress) const {

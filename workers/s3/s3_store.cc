@@ -14,8 +14,7 @@
 //      ours.
 //   5. The record is deleted.
 //   6. At the same time HEAD: the store must hold as many bytes as were written, whatever it has
-//   answered. Some
-//      stores show a new object only after a moment (404).
+//      answered. Some stores show a new object only after a moment (404).
 //   Given up before 4: AbortMultipartUpload, then 5. If that fails the record stays.
 //   An object of one part is put together in memory, and 4 is a PUT.
 //

@@ -8,9 +8,8 @@
 // output, so that its parts stay sequential streams. Pieces are cut where that allows it:
 // - at a rank's first row, or whole blocks of 32 output rows behind it;
 // - where all ranks want gate rows before up rows, first all pieces of gate, then those of up;
-// where
-//   some want them alternating, pieces hold the rows of both, and for a rank that wants gate first
-//   the piece cannot end inside of its rows.
+//   where some want them alternating, pieces hold the rows of both, and for a rank that wants gate
+//   first the piece cannot end inside of its rows.
 // Experts follow in the order of the ranks' slots. Where orders contradict each other, or a rank
 // holds two copies of an expert, it is read again. Explicit maps bring that about, and copies of
 // experts beside a target that takes all of them in order: the copies of the first come last.

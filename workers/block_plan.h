@@ -5,7 +5,6 @@
 // read is a request are read ahead in larger spans (source_spans.h), and blocks are cut from those.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -96,7 +95,7 @@ struct MemoryNeed {
 
   // Of one rank's stream that are of use.
   int64_t MostWrites(int64_t ranks) const {
-    return per_write == 0 ? 1 : std::max<int64_t>(1, (kWritesAtOnce + ranks - 1) / ranks);
+    return per_write == 0 ? 1 : (kWritesAtOnce + ranks - 1) / ranks;
   }
   int64_t WriteBuffer(int64_t writes) const { return per_rank + (writes - 1) * per_write; }
 };
@@ -124,8 +123,8 @@ struct LeaseShape {
 
 // As many of `rank_count` ranks as fit, with at most `threads` threads (never more than ranks). A
 // budget that does not suffice for all cuts first writes at once, then what is read ahead, then
-// threads, then ranks.
-// INVALID_ARGUMENT stating the minimum budget when not even one rank on one thread fits.
+// threads, then ranks. INVALID_ARGUMENT stating the minimum budget when not even one rank on one
+// thread fits.
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,
                                     int32_t rank_count, int32_t threads);
 

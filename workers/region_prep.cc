@@ -17,6 +17,9 @@
 //    then: at a store without claims another controller's job may have committed an artefact, which
 //    a part of ours would spoil.
 //
+// Ranks that share no source rows and whose parts differ walk sequences of their own: they are
+// batches (BatchesOf), which are prepared side by side where threads and memory allow it.
+//
 // The first error of any thread ends all; parts without a name vanish with their writers.
 #include "workers/region_prep.h"
 
@@ -107,7 +110,7 @@ class SharedBlocks {
   std::vector<Slot> slots_;  // contents guarded by mu_, bytes by the Acquire/Release protocol
 };
 
-// State that the threads of one region share.
+// State that the threads of one batch share.
 struct RegionRun {
   const RegionTask& task;
   RegionProgress& progress;
@@ -115,7 +118,7 @@ struct RegionRun {
   SourceFiles files;
   const std::vector<int32_t>& batch;  // ranks that walk together
   SharedBlocks shared;
-  std::atomic<bool> failed{false};
+  std::atomic<bool>& failed;  // of the region: any thread of any batch
   absl::Mutex mu;
   absl::Status error ABSL_GUARDED_BY(mu);
   // Where the source prefers large reads: how the part's bytes come. Set before threads start.
@@ -547,9 +550,9 @@ class Carver {
 };
 
 // One part, by its index in the region, of every rank in `ranks`, which are a batch as of
-// BatchesOf().
+// BatchesOf(). `failed` is that of RegionRun.
 absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector<int32_t>& ranks,
-                         RegionProgress& progress) {
+                         RegionProgress& progress, std::atomic<bool>& failed) {
   const SlicePlan& slices = task.plan->slices;
   const PartPlan& part = slices.PartsOf(slices.regions()[task.region], ranks.front()).at(index);
   const MemoryNeed& need = task.plan->memory;
@@ -569,7 +572,8 @@ absl::Status PreparePart(const RegionTask& task, size_t index, const std::vector
                 .files = SourceFiles(slices.checkpoint(), *task.source, progress),
                 .batch = ranks,
                 .shared = SharedBlocks(carver.Take(need.shared_block * slots), need.shared_block,
-                                       slots, fit.threads)};
+                                       slots, fit.threads),
+                .failed = failed};
   if (need.preferred_read > 0) run.ReadAhead(part, ranks, carver.Take(fit.read_ahead), fit.threads);
   std::vector<std::unique_ptr<RegionThread>> workers;
   for (int32_t t = 0; t < fit.threads; ++t) {
@@ -612,7 +616,7 @@ std::vector<std::vector<int32_t>> BatchesOf(const SlicePlan& slices, const Regio
 }
 
 absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& batch,
-                          RegionProgress& progress) {
+                          RegionProgress& progress, std::atomic<bool>& failed) {
   const Region& region = task.plan->slices.regions()[task.region];
   const std::vector<PartPlan>& parts = task.plan->slices.PartsOf(region, batch.front());
   const int64_t last = static_cast<int64_t>(parts.size()) - 1;
@@ -633,19 +637,68 @@ absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& ba
       }
     }
     if (ranks.empty()) continue;
-    SP_RETURN_IF_ERROR(PreparePart(task, static_cast<size_t>(p), ranks, progress));
+    SP_RETURN_IF_ERROR(PreparePart(task, static_cast<size_t>(p), ranks, progress, failed));
   }
   return absl::OkStatus();
+}
+
+// The task with equal shares of its threads and memory, for as many batches at a time as keep most
+// threads busy; the largest has `ranks`. Often one: a batch has a thread for each of its ranks.
+std::vector<RegionTask> SharesOf(const RegionTask& task, int32_t batches, int32_t ranks) {
+  std::vector<RegionTask> shares = {task};
+  int32_t busy = std::min(task.threads, ranks);
+  for (int32_t count = 2; count <= std::min(batches, task.threads); ++count) {
+    const size_t bytes = task.memory.size() / static_cast<size_t>(count);
+    const int32_t threads = task.threads / count;
+    const auto fit = FitLease(task.plan->memory, static_cast<int64_t>(bytes), ranks, threads);
+    if (!fit.ok() || fit->ranks < ranks) break;
+    if (count * fit->threads <= busy) continue;
+    busy = count * fit->threads;
+    shares.assign(static_cast<size_t>(count), task);
+    for (size_t s = 0; s < shares.size(); ++s) {
+      shares[s].threads = threads;
+      shares[s].memory = task.memory.subspan(s * bytes, bytes);
+    }
+  }
+  return shares;
 }
 
 }  // namespace
 
 absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
   const SlicePlan& slices = task.plan->slices;
-  for (const auto& batch : BatchesOf(slices, slices.regions()[task.region], task.ranks)) {
-    SP_RETURN_IF_ERROR(PrepareBatch(task, batch, progress));
+  const auto batches = BatchesOf(slices, slices.regions()[task.region], task.ranks);
+  size_t largest = 0;
+  for (const auto& batch : batches) largest = std::max(largest, batch.size());
+  const std::vector<RegionTask> shares =
+      SharesOf(task, static_cast<int32_t>(batches.size()), static_cast<int32_t>(largest));
+  absl::Mutex mu;
+  std::vector<const RegionTask*> idle;  // guarded by mu
+  for (const RegionTask& share : shares) idle.push_back(&share);
+  std::atomic<bool> failed{false};
+  std::vector<absl::Status> ended(batches.size());
+  ForEachAtOnce(static_cast<int64_t>(batches.size()), static_cast<int>(shares.size()),
+                [&](int64_t b) {
+                  const auto batch = static_cast<size_t>(b);
+                  if (failed) return;
+                  const RegionTask* share = nullptr;
+                  {
+                    absl::MutexLock lock(&mu);
+                    share = idle.back();
+                    idle.pop_back();
+                  }
+                  ended[batch] = PrepareBatch(*share, batches[batch], progress, failed);
+                  if (!ended[batch].ok()) failed = true;
+                  absl::MutexLock lock(&mu);
+                  idle.push_back(share);
+                });
+  // What ended a batch because of another says so less well.
+  absl::Status first;
+  for (const absl::Status& status : ended) {
+    if (!status.ok() && !absl::IsCancelled(status)) return status;
+    first.Update(status);
   }
-  return absl::OkStatus();
+  return first;
 }
 
 }  // namespace shardprep

@@ -1,6 +1,8 @@
 #include "workers/region_prep.h"
 
 #include <algorithm>
+#include <atomic>
+#include <barrier>
 #include <fstream>
 #include <iterator>
 #include <map>
@@ -482,7 +484,7 @@ class RequestedSourceTest : public RegionPrepTest {
     std::map<std::string, std::string> output;
     for (const Region& region : plan_->slices.regions()) {
       for (const int32_t rank : plan_->slices.RanksOf(region)) {
-        for (const PartPlan& part : region.parts) {
+        for (const PartPlan& part : plan_->slices.PartsOf(region, rank)) {
           const std::string key = PartKeyOf(part, rank);
           output[key] = ReadFile(plan_->target().destination_uri() + "/" + key);
           const std::string record_key = absl::StrCat(
@@ -536,6 +538,101 @@ TEST_F(RequestedSourceTest, LargeReadsMakeTheFilesThatBlocksMake) {
         ASSERT_EQ(found.size(), want.size());
         for (const auto& [key, bytes] : want) EXPECT_TRUE(found.at(key) == bytes) << key;
       }
+    }
+  }
+}
+
+// Two expert-parallel groups of two ranks each, which are a batch each.
+class BatchesTest : public RequestedSourceTest {
+ protected:
+  v1::PrepJobSpec GroupSpec() {
+    v1::PrepJobSpec spec = Spec(4, "aiter-separated", destination_ / absl::StrCat(job_++));
+    spec.mutable_targets(0)->mutable_parallel_layout()->set_expert_parallel_size(2);
+    return spec;
+  }
+
+  // What one batch after the other makes.
+  std::map<std::string, std::string> Want() {
+    Plan(GroupSpec());
+    EXPECT_EQ(PrepareAll(1, Budget(4, 1)), absl::OkStatus());
+    return Output();
+  }
+
+ private:
+  int job_ = 0;
+};
+
+TEST_F(BatchesTest, SideBySideMakeTheSameFiles) {
+  const std::map<std::string, std::string> want = Want();
+  for (const bool requests : {false, true}) {
+    for (const int32_t threads : {2, 3, 4, 9}) {
+      for (const int64_t batch_threads : {0, 1, 2}) {  // 0: memory for one batch at a time
+        SCOPED_TRACE(absl::StrCat(requests, ", ", threads, " threads, ", batch_threads));
+        requests ? PlanForRequests(GroupSpec(), 16 << 10) : Plan(GroupSpec());
+        const int64_t memory = batch_threads == 0
+                                   ? Budget(4, 1)
+                                   : std::max(Budget(4, 1), 2 * Budget(2, batch_threads));
+        ASSERT_EQ(requests ? PrepareAllFromRequests(threads, memory) : PrepareAll(threads, memory),
+                  absl::OkStatus());
+        EXPECT_TRUE(Output() == want);
+      }
+    }
+  }
+}
+
+// Its first calls wait for each other.
+class MeetingShuffler : public Shuffler {
+ public:
+  explicit MeetingShuffler(int calls) : left_(calls), meet_(calls) {}
+  absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t begin,
+                       int64_t end, uint8_t* out) override {
+    if (left_-- > 0) meet_.arrive_and_wait();
+    return host_->Shuffle(job, views, begin, end, out);
+  }
+  std::string name() const override { return host_->name(); }
+
+ private:
+  const std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
+  std::atomic<int> left_;
+  std::barrier<> meet_;
+};
+
+TEST_F(BatchesTest, AllThreadsWorkAtOnce) {
+  Plan(GroupSpec());
+  RegionTask task = Task(0, 4, 2 * Budget(2, 2));
+  MeetingShuffler shuffler(4);
+  task.shuffler = &shuffler;
+  EXPECT_EQ(PrepareRegion(task, progress_), absl::OkStatus());
+}
+
+// Fails from one call on.
+class FailingShuffler : public Shuffler {
+ public:
+  explicit FailingShuffler(int calls) : left_(calls) {}
+  absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t begin,
+                       int64_t end, uint8_t* out) override {
+    if (left_-- <= 0) return absl::UnavailableError("fell off the bus");
+    return host_->Shuffle(job, views, begin, end, out);
+  }
+  std::string name() const override { return host_->name(); }
+
+ private:
+  const std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
+  std::atomic<int> left_;
+};
+
+TEST_F(BatchesTest, AFailureOfOneEndsAllWithItsErrorAndIsMadeUpFor) {
+  const std::map<std::string, std::string> want = Want();
+  for (const int calls : {0, 1, 7, 12}) {
+    for (const int32_t threads : {1, 4}) {
+      SCOPED_TRACE(absl::StrCat(calls, " calls, ", threads, " threads"));
+      Plan(GroupSpec());
+      RegionTask task = Task(0, threads, 2 * Budget(2, 2));
+      FailingShuffler shuffler(calls);
+      task.shuffler = &shuffler;
+      EXPECT_EQ(PrepareRegion(task, progress_), absl::UnavailableError("fell off the bus"));
+      ASSERT_EQ(PrepareAll(threads, 2 * Budget(2, 2)), absl::OkStatus());
+      EXPECT_TRUE(Output() == want);
     }
   }
 }

@@ -67,9 +67,9 @@ class Shuffler {
                                int64_t out_begin, int64_t out_end, uint8_t* out) = 0;
 
   // Outputs of later calls may lie in `memory`, which then must stay until another is named, none,
-  // or the shuffler ends; no call runs meanwhile. A GPU copies straight into it, which saves a copy
-  // by the host. Errors as of Shuffle(); calls then do as if none had been named. To name none
-  // always succeeds.
+  // or the shuffler ends; no call runs meanwhile. A GPU copies straight into it: one copy less. Not
+  // OK where it cannot be used, FAILED_PRECONDITION or as of Shuffle(): calls then do as if none
+  // had been named. To name none always succeeds.
   virtual absl::Status UseMemory(absl::Span<uint8_t> /*memory*/) { return absl::OkStatus(); }
 
   // For logs and metrics: "cpu/avx2", "hip:0/gfx942".

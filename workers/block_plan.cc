@@ -1,6 +1,7 @@
 #include "workers/block_plan.h"
 
 #include <algorithm>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "workers/safetensors.h"
@@ -113,6 +114,7 @@ MemoryNeed MemoryNeedOf(const SlicePlan& plan, const ObjectStore& source,
       largest_part = std::max(largest_part, part.data_bytes);
     }
   }
+  if (plan.moe_tensor_parallel_size() > 1) need.batches = plan.expert_slots().groups();
   const int64_t largest_object = largest_part + kMaxHeaderBytes;
   need.per_rank = destination.WriteBufferBytes(largest_object, largest_output);
   need.per_write = destination.FurtherWriteBytes(largest_object, largest_output);
@@ -173,6 +175,21 @@ absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes
     spare -= shape.ranks * need.per_write;
   }
   return shape;
+}
+
+int32_t BatchesAtOnce(const MemoryNeed& need, int64_t budget_bytes, int32_t batches, int32_t ranks,
+                      int32_t threads) {
+  // Ranks that a thread prepares one after the other, by how many batches there are at a time.
+  const auto ranks_in_turn = [&](int32_t count) {
+    const auto fit = FitLease(need, budget_bytes / count, ranks, threads / count);
+    if (!fit.ok() || fit->ranks < ranks) return std::numeric_limits<int32_t>::max();
+    return ((batches + count - 1) / count) * ((ranks + fit->threads - 1) / fit->threads);
+  };
+  int32_t best = 1;
+  for (int32_t count = 2; count <= std::min(batches, threads); ++count) {
+    if (ranks_in_turn(count) < ranks_in_turn(best)) best = count;
+  }
+  return best;
 }
 
 }  // namespace shardprep

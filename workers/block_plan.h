@@ -5,6 +5,7 @@
 // read is a request are read ahead in larger spans (source_spans.h), and blocks are cut from those.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -59,10 +60,10 @@ struct SlicePiece {
 // In the order of `slices`; pad rows belong to none.
 std::vector<SlicePiece> PiecesIn(const std::vector<Slice>& slices, const RowRange& range);
 
-// Ranges of a source that prefers large reads which are fetched at a time.
+// Ranges of a source that prefers large reads which are fetched at a time, for each batch of ranks.
 inline constexpr int kSourceReaders = 16;
 
-// Writes that are on their way at a time where memory allows: shared among the ranks of a lease,
+// Writes that are on their way at a time where memory allows: shared among the ranks of a batch,
 // rounded up. Measured on a local disk: fewer leave it idle, more gain nothing. Of a directory no
 // more are carried out at a time either (kDirectWriters in directory_store.cc).
 inline constexpr int32_t kWritesAtOnce = 8;
@@ -77,6 +78,7 @@ struct MemoryNeed {
   int64_t per_write = 0;     // what a further write at once adds to it; 0: it is of no use
   int64_t per_thread = 0;    // block that only one thread reads
   int64_t shared_block = 0;  // a block that all threads share; threads + 1 of them are in flight
+  int64_t batches = 1;       // of ranks that are prepared side by side where threads allow it
 
   int64_t preferred_read = 0;    // ObjectStore::PreferredReadBytes() of the source; 0: blocks
   int64_t read_ahead_least = 0;  // two spans of the least size
@@ -87,10 +89,12 @@ struct MemoryNeed {
     return ranks * per_rank + threads * per_thread + (threads + 1) * shared_block +
            read_ahead_least;
   }
-  // With the most to read ahead in and most writes: what a lease can make use of.
+  // With the most to read ahead in and most writes, and a block more for each further batch: what a
+  // lease can make use of.
   int64_t Most(int64_t ranks, int64_t threads) const {
     return Total(ranks, threads) + read_ahead_most - read_ahead_least +
-           ranks * (MostWrites(ranks) - 1) * per_write;
+           ranks * (MostWrites(ranks) - 1) * per_write +
+           (std::min(batches, threads) - 1) * shared_block;
   }
 
   // Of one rank's stream that are of use.
@@ -127,5 +131,10 @@ struct LeaseShape {
 // thread fits.
 absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes,
                                     int32_t rank_count, int32_t threads);
+
+// How many of `batches`, of at most `ranks` ranks each, to prepare at a time, each with an equal
+// share of budget and threads, so that threads have least to do one after the other. At least 1.
+int32_t BatchesAtOnce(const MemoryNeed& need, int64_t budget_bytes, int32_t batches, int32_t ranks,
+                      int32_t threads);
 
 }  // namespace shardprep

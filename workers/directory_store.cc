@@ -133,8 +133,8 @@ constexpr int64_t kWritebackBytes = int64_t{4} << 20;
 constexpr int64_t kDirectObjectBytes = int64_t{8} << 20;
 constexpr int64_t kDirectPieceBytes = int64_t{512} << 10;
 constexpr int64_t kDirectAlignment = 4096;
-// They wait for the disk nearly all the time. Leases have no more writes at once (kWritesAtOnce in
-// block_plan.h), so raise both.
+// They wait for the disk nearly all the time. The ranks of a batch have no more writes at once
+// (kWritesAtOnce in block_plan.h), so raise both.
 constexpr int kDirectWriters = 8;
 // Bounds the repetitions after another process removed a directory that was about to be used.
 constexpr int kMaxAttempts = 16;

@@ -48,7 +48,7 @@ namespace {
 
 constexpr int64_t kReadAheadBytes = int64_t{8} << 20;
 
-// A few buffers through which the threads of a region pass the blocks that all of them need. Every
+// A few buffers through which the threads of a batch pass the blocks that all of them need. Every
 // thread asks for every block, in the same order, and gives it back.
 class SharedBlocks {
  public:
@@ -642,23 +642,13 @@ absl::Status PrepareBatch(const RegionTask& task, const std::vector<int32_t>& ba
   return absl::OkStatus();
 }
 
-// The task with equal shares of its threads and memory, for as many batches at a time as keep most
-// threads busy; the largest has `ranks`. Often one: a batch has a thread for each of its ranks.
-std::vector<RegionTask> SharesOf(const RegionTask& task, int32_t batches, int32_t ranks) {
-  std::vector<RegionTask> shares = {task};
-  int32_t busy = std::min(task.threads, ranks);
-  for (int32_t count = 2; count <= std::min(batches, task.threads); ++count) {
-    const size_t bytes = task.memory.size() / static_cast<size_t>(count);
-    const int32_t threads = task.threads / count;
-    const auto fit = FitLease(task.plan->memory, static_cast<int64_t>(bytes), ranks, threads);
-    if (!fit.ok() || fit->ranks < ranks) break;
-    if (count * fit->threads <= busy) continue;
-    busy = count * fit->threads;
-    shares.assign(static_cast<size_t>(count), task);
-    for (size_t s = 0; s < shares.size(); ++s) {
-      shares[s].threads = threads;
-      shares[s].memory = task.memory.subspan(s * bytes, bytes);
-    }
+// The task with equal shares of its threads and memory, one for each batch at a time.
+std::vector<RegionTask> SharesOf(const RegionTask& task, int32_t count) {
+  std::vector<RegionTask> shares(static_cast<size_t>(count), task);
+  const size_t bytes = task.memory.size() / shares.size();
+  for (size_t s = 0; s < shares.size(); ++s) {
+    shares[s].threads = task.threads / count;
+    shares[s].memory = task.memory.subspan(s * bytes, bytes);
   }
   return shares;
 }
@@ -671,7 +661,9 @@ absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
   size_t largest = 0;
   for (const auto& batch : batches) largest = std::max(largest, batch.size());
   const std::vector<RegionTask> shares =
-      SharesOf(task, static_cast<int32_t>(batches.size()), static_cast<int32_t>(largest));
+      SharesOf(task, BatchesAtOnce(task.plan->memory, static_cast<int64_t>(task.memory.size()),
+                                   static_cast<int32_t>(batches.size()),
+                                   static_cast<int32_t>(largest), task.threads));
   absl::Mutex mu;
   std::vector<const RegionTask*> idle;  // guarded by mu
   for (const RegionTask& share : shares) idle.push_back(&share);

@@ -26,7 +26,7 @@ struct RegionTask {
   Shuffler* shuffler = nullptr;
   int32_t threads = 1;
   // All buffers come from here; at least MemoryNeedOf(...).Total(ranks, 1), used as FitLease()
-  // says. Contents are undefined before and after.
+  // and BatchesAtOnce() say. Contents are undefined before and after.
   absl::Span<uint8_t> memory;
   // The fence: asked before each rename. ABORTED when the lease is over.
   CommitGate gate;

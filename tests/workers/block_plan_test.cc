@@ -142,5 +142,37 @@ TEST(FitLease, CutsWritesThenReadAheadThenThreadsThenRanks) {
   }
 }
 
+TEST(BatchesAtOnce, LeavesThreadsLeastToDoOneAfterTheOther) {
+  const MemoryNeed small{.per_rank = 1};
+  const MemoryNeed blocks{.per_rank = 100, .shared_block = 10, .batches = 2};
+  struct Case {
+    const MemoryNeed* need;
+    int64_t budget;
+    int32_t batches, ranks, threads, want;
+  };
+  const Case cases[] = {
+      {&small, 1000, 1, 8, 64, 1}, {&small, 1000, 2, 2, 1, 1},
+      {&small, 1000, 2, 2, 2, 1},   // 2 batches of one round, or 1 of two
+      {&small, 1000, 2, 2, 4, 2},   // a rank for each thread
+      {&small, 1000, 2, 1, 2, 2},   // as before
+      {&small, 1000, 3, 8, 12, 3},  // 4 threads each, 2 ranks in turn; 2 would leave 4, 1 would 3
+      {&small, 1000, 3, 4, 6, 3},   // 2 in turn, instead of 3
+      {&small, 1000, 4, 8, 9, 1},   // 4 in turn either way
+      {&small, 1000, 8, 2, 16, 8}, {&small, 1000, 8, 2, 100, 8},  // threads that no rank needs
+      {&small, 15, 8, 2, 16, 4},   // 16 ranks do not fit; 7 batches would take two rounds as well
+      {&blocks, 460, 2, 2, 4, 2},  // twice 2*100 + 3*10
+      {&blocks, 459, 2, 2, 4, 1},  // one thread each would not be better
+      {&blocks, 50, 2, 2, 4, 1},   // too little for any
+  };
+  for (const Case& c : cases) {
+    EXPECT_EQ(BatchesAtOnce(*c.need, c.budget, c.batches, c.ranks, c.threads), c.want)
+        << c.budget << " bytes, " << c.batches << " batches of " << c.ranks << " on " << c.threads;
+  }
+  // What a worker provides is enough for all.
+  EXPECT_EQ(blocks.Most(4, 4), 460);
+  EXPECT_EQ(BatchesAtOnce(blocks, blocks.Most(4, 4), 2, 2, 4), 2);
+  EXPECT_EQ(blocks.Most(4, 1), blocks.Total(4, 1)) << "no thread for a second batch";
+}
+
 }  // namespace
 }  // namespace shardprep

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <barrier>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -13,11 +13,14 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/synchronization/notification.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "kernels/hip/lane_shuffler.h"
 #include "kernels/layout.h"
 #include "tests/kernels/emulated_gpu.h"
+#include "tests/support/meeting_shuffler.h"
 #include "tests/support/request_store.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
@@ -580,23 +583,6 @@ TEST_F(BatchesTest, SideBySideMakeTheSameFiles) {
   }
 }
 
-// Its first calls wait for each other.
-class MeetingShuffler : public Shuffler {
- public:
-  explicit MeetingShuffler(int calls) : left_(calls), meet_(calls) {}
-  absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t begin,
-                       int64_t end, uint8_t* out) override {
-    if (left_-- > 0) meet_.arrive_and_wait();
-    return host_->Shuffle(job, views, begin, end, out);
-  }
-  std::string name() const override { return host_->name(); }
-
- private:
-  const std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
-  std::atomic<int> left_;
-  std::barrier<> meet_;
-};
-
 TEST_F(BatchesTest, AllThreadsWorkAtOnce) {
   Plan(GroupSpec());
   RegionTask task = Task(0, 4, 2 * Budget(2, 2));
@@ -635,6 +621,57 @@ TEST_F(BatchesTest, AFailureOfOneEndsAllWithItsErrorAndIsMadeUpFor) {
       EXPECT_TRUE(Output() == want);
     }
   }
+}
+
+// Holds the first call until another has come to its end, and does not do the others' work.
+class HoldingShuffler : public Shuffler {
+ public:
+  explicit HoldingShuffler(std::function<absl::Status()> others) : others_(std::move(others)) {}
+  absl::Status Shuffle(const ShuffleJob& job, absl::Span<const RowsView> views, int64_t begin,
+                       int64_t end, uint8_t* out) override {
+    if (first_.exchange(false)) {
+      other_came_.WaitForNotification();
+      absl::SleepFor(absl::Milliseconds(20));  // until the other has said how it ended
+      return host_->Shuffle(job, views, begin, end, out);
+    }
+    const absl::Status status = others_();
+    if (!other_came_.HasBeenNotified()) other_came_.Notify();
+    return status;
+  }
+  std::string name() const override { return host_->name(); }
+
+ private:
+  const std::unique_ptr<Shuffler> host_ = MakeHostShuffler();
+  const std::function<absl::Status()> others_;
+  std::atomic<bool> first_{true};
+  absl::Notification other_came_;
+};
+
+TEST_F(BatchesTest, TheErrorIsThatOfTheBatchThatFailedAndNotOfThoseThatItEnded) {
+  for (int round = 0; round < 4; ++round) {
+    Plan(GroupSpec());
+    RegionTask task = Task(0, 2, 2 * Budget(2, 2));
+    task.ranks = {0, 2};  // one of each group, so a thread for each batch
+    HoldingShuffler shuffler([] { return absl::UnavailableError("fell off the bus"); });
+    task.shuffler = &shuffler;
+    EXPECT_EQ(PrepareRegion(task, progress_), absl::UnavailableError("fell off the bus"));
+    EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
+  }
+}
+
+TEST_F(BatchesTest, StopEndsAllThatAreUnderWay) {
+  Plan(GroupSpec());
+  RegionTask task = Task(0, 2, 2 * Budget(2, 2));
+  task.ranks = {0, 2};
+  std::atomic<bool> stop{false};
+  task.stop = &stop;
+  HoldingShuffler shuffler([&stop] {
+    stop = true;
+    return absl::OkStatus();
+  });
+  task.shuffler = &shuffler;
+  EXPECT_EQ(PrepareRegion(task, progress_).code(), absl::StatusCode::kCancelled);
+  EXPECT_THAT(destination_store_->List("").value(), ::testing::IsEmpty());
 }
 
 TEST_F(RequestedSourceTest, SomeRanksOfASetMakeTheirFiles) {

@@ -12,6 +12,7 @@
 #include "google/rpc/status.pb.h"
 #include "gtest/gtest.h"
 #include "kernels/shuffle.h"
+#include "tests/support/meeting_shuffler.h"
 #include "tests/support/temp_dir.h"
 #include "tests/support/test_checkpoint.h"
 #include "workers/journal.h"
@@ -271,6 +272,25 @@ TEST_F(WorkerTest, ALeaseOfSeveralTargetsReadsTheSourceOnceWhereMemoryAllows) {
       std::filesystem::remove_all(plan.target().destination_uri());  // for the next round
     }
   }
+}
+
+TEST_F(WorkerTest, GroupsOfRanksKeepAllThreadsBusy) {
+  v1::PrepJobSpec spec = plan_->spec;
+  v1::ParallelLayout& parallel = *spec.mutable_targets(0)->mutable_parallel_layout();
+  parallel.set_tensor_parallel_size(4);
+  parallel.set_expert_parallel_size(2);
+  plan_ = PlanJob(spec, {}).value();
+  v1::Lease lease = Lease("a", absl::Seconds(60));
+  lease.add_rank_tasks()->set_rank(2);
+  lease.add_rank_tasks()->set_rank(3);
+  *controller_.desired.add_leases() = lease;
+  MeetingShuffler shuffler(4);
+  Worker worker({.worker_id = "w", .threads = 4}, &controller_, &shuffler, &clock_, nullptr);
+  ASSERT_TRUE(worker.RunOnce().ok());
+  controller_.AwaitInterruptions(1);
+  const v1::LeaseReport report = ReportOf(worker);
+  EXPECT_EQ(report.state(), v1::LeaseReport::STATE_DONE) << report.error().message();
+  EXPECT_THAT(report.completed_ranks(), UnorderedElementsAre(0, 1, 2, 3));
 }
 
 TEST_F(WorkerTest, ALeaseThatIsNamedOnIsRenewed) {

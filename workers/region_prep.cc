@@ -666,6 +666,7 @@ absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
                                    static_cast<int32_t>(largest), task.threads));
   absl::Mutex mu;
   std::vector<const RegionTask*> idle;  // guarded by mu
+  idle.reserve(shares.size());
   for (const RegionTask& share : shares) idle.push_back(&share);
   std::atomic<bool> failed{false};
   std::vector<absl::Status> ended(batches.size());

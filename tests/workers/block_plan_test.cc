@@ -50,7 +50,7 @@ TEST_F(MemoryNeedTest, DirectoriesAreReadInBlocks) {
   EXPECT_LE(need.Total(8, 2), 12 * kMiB);
   EXPECT_EQ(need.Most(8, 2), need.Total(8, 2));
   EXPECT_EQ(need.per_write, v4_pro_.store().FurtherWriteBytes(int64_t{1} << 30, kBlockBytes));
-  EXPECT_EQ(need.Most(2, 2), need.Total(2, 2) + 2 * 3 * need.per_write);
+  EXPECT_EQ(need.Most(2, 2), need.Total(2, 2) + int64_t{2} * 3 * need.per_write);
 }
 
 TEST_F(MemoryNeedTest, RequestsAreReadAheadAndNeedNoBlocks) {

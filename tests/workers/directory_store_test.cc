@@ -665,7 +665,9 @@ class DirectOps : public FileOps {
 
   bool MustMeet(int fd) {
     const absl::MutexLock lock(&mu_);
-    return direct_.count(fd) > 0 && left_to_meet > 0 && left_to_meet-- > 0;
+    if (direct_.count(fd) == 0 || left_to_meet == 0) return false;
+    --left_to_meet;
+    return true;
   }
 
   absl::Mutex mu_;

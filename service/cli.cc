@@ -21,6 +21,7 @@
 #include "workers/open_store.h"
 #include "workers/policy_file.h"
 #include "workers/printable.h"
+#include "workers/resources.h"
 #include "workers/tensor_naming.h"
 
 namespace shardprep {
@@ -278,7 +279,8 @@ void RunFlags::AddTo(FlagSet& flags) {
   flags.Int("workers", "N",
             "Worker processes. One is enough for one machine: it has a thread for each processor.",
             1, 64, &workers);
-  flags.Int("threads", "N", kThreadsHelp, 0, 4096, &threads);
+  flags.Int("threads", "N", absl::StrCat("Threads of one worker. ", kDefaultThreadsHelp), 0, 4096,
+            &threads);
   flags.String(
       "device", "DEVICE",
       "Where shuffles run: cpu, hip:N (GPU N), hip (GPU 0; several workers take one each), "

@@ -66,11 +66,6 @@ int Fail(const std::string& command, const absl::Status& status, const std::stri
 // `message` as protobuf JSON on standard output: indented, or in one line.
 absl::Status PrintJson(const google::protobuf::Message& message, bool one_line = false);
 
-// Of the flag --threads, for commands that run a worker.
-inline constexpr char kThreadsHelp[] =
-    "Threads of one worker. 0: one for each processor that it may run on, and no more than whole "
-    "processors of its control group's quota.";
-
 // Of source and destinations, in the order of the spec.
 std::vector<std::string> UrisOf(const v1::PrepJobSpec& spec);
 // Of the destinations, for people.

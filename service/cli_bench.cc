@@ -285,7 +285,8 @@ int RunBench(const CliContext& context, const CliArguments& arguments) {
   flags.Size("size", "Size of the checkpoint that is made, to the nearest expert.",
              &wish.size_bytes);
   flags.Int("tensor-parallel-size", "N", "Ranks of the job.", 1, 4096, &wish.tensor_parallel_size);
-  flags.Int("threads", "N", kThreadsHelp, 0, 4096, &wish.threads);
+  flags.Int("threads", "N", absl::StrCat("Threads of the worker. ", kDefaultThreadsHelp), 0, 4096,
+            &wish.threads);
   flags.Size("memory-budget", "Memory for the buffers of the worker.", &wish.memory_budget_bytes);
   flags.String("device", "DEVICE", "Where shuffles run: cpu, hip:N or auto, as for prepare.",
                &wish.device);

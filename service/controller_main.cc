@@ -18,6 +18,7 @@
 #include "workers/environment.h"
 #include "workers/log.h"
 #include "workers/program_flags.h"
+#include "workers/resources.h"
 #include "workers/s3/s3_client.h"
 #include "workers/s3/s3_options.h"
 
@@ -50,10 +51,8 @@ ABSL_FLAG(std::string, sign_key, "",
 ABSL_FLAG(int, local_workers, 0, "Worker processes to run on this machine.");
 ABSL_FLAG(std::string, device, "auto",
           "Device of the local workers: cpu, hip, hip:N, auto or auto:N.");
-ABSL_FLAG(
-    int, threads, 0,
-    "Threads of each local worker. 0: one for each processor that it may run on, and no more than "
-    "whole processors of its control group's quota.");
+ABSL_FLAG(int, threads, 0,
+          absl::StrCat("Threads of each local worker. ", shardprep::kDefaultThreadsHelp));
 ABSL_FLAG(std::string, memory_budget, "512MiB",
           "Memory that the buffers of each local worker may take; also what plans assume.");
 ABSL_FLAG(std::string, state_dir, "",

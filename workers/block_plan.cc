@@ -179,6 +179,7 @@ absl::StatusOr<LeaseShape> FitLease(const MemoryNeed& need, int64_t budget_bytes
 
 int32_t BatchesAtOnce(const MemoryNeed& need, int64_t budget_bytes, int32_t batches, int32_t ranks,
                       int32_t threads) {
+  if (batches < 2) return 1;
   // Ranks that a thread prepares one after the other, by how many batches there are at a time.
   const auto ranks_in_turn = [&](int32_t count) {
     const auto fit = FitLease(need, budget_bytes / count, ranks, threads / count);
@@ -186,8 +187,12 @@ int32_t BatchesAtOnce(const MemoryNeed& need, int64_t budget_bytes, int32_t batc
     return ((batches + count - 1) / count) * ((ranks + fit->threads - 1) / fit->threads);
   };
   int32_t best = 1;
-  for (int32_t count = 2; count <= std::min(batches, threads); ++count) {
-    if (ranks_in_turn(count) < ranks_in_turn(best)) best = count;
+  for (int32_t count = 1, least = std::numeric_limits<int32_t>::max();
+       count <= std::min(batches, threads); ++count) {
+    const int32_t in_turn = ranks_in_turn(count);
+    if (in_turn >= least) continue;
+    least = in_turn;
+    best = count;
   }
   return best;
 }

@@ -99,9 +99,8 @@ class ObjectReader {
 struct WriteOptions {
   // The object's exact size, announced. Space for it is taken up front where the store can.
   int64_t size_bytes = 0;
-  // Memory from the caller's budget, at least ObjectStore::WriteBufferBytes(size_bytes, largest
-  // Reserve), and FurtherWriteBytes() of the same for each write at once beyond the first. It
-  // belongs to the writer until Commit() succeeds or the writer is destroyed.
+  // Memory from the caller's budget, at least ObjectStore::BufferBytes(size_bytes, largest Reserve,
+  // writes_at_once). It belongs to the writer until Commit() succeeds or the writer is destroyed.
   absl::Span<uint8_t> buffer;
   // Pieces that may be on their way while the caller fills another, at least 1. A store without
   // such pieces ignores it.
@@ -202,7 +201,13 @@ class ObjectStore {
   }
 
   // Memory that WriteOptions::buffer must have for an object of at most `largest_object` bytes and
-  // reservations of at most `largest_reserve`, with one write at once.
+  // reservations of at most `largest_reserve`.
+  int64_t BufferBytes(int64_t largest_object, int64_t largest_reserve, int writes_at_once) const {
+    return WriteBufferBytes(largest_object, largest_reserve) +
+           (writes_at_once - 1) * FurtherWriteBytes(largest_object, largest_reserve);
+  }
+
+  // The same with one write at once.
   virtual int64_t WriteBufferBytes(int64_t largest_object, int64_t largest_reserve) const = 0;
 
   // What each further write at once adds to that; 0 where it would be of no use.

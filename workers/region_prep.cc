@@ -664,27 +664,17 @@ absl::Status PrepareRegion(const RegionTask& task, RegionProgress& progress) {
       SharesOf(task, BatchesAtOnce(task.plan->memory, static_cast<int64_t>(task.memory.size()),
                                    static_cast<int32_t>(batches.size()),
                                    static_cast<int32_t>(largest), task.threads));
-  absl::Mutex mu;
-  std::vector<const RegionTask*> idle;  // guarded by mu
-  idle.reserve(shares.size());
-  for (const RegionTask& share : shares) idle.push_back(&share);
+  const auto at_once = static_cast<int64_t>(shares.size());
+  std::atomic<size_t> next{0};
   std::atomic<bool> failed{false};
   std::vector<absl::Status> ended(batches.size());
-  ForEachAtOnce(static_cast<int64_t>(batches.size()), static_cast<int>(shares.size()),
-                [&](int64_t b) {
-                  const auto batch = static_cast<size_t>(b);
-                  if (failed) return;
-                  const RegionTask* share = nullptr;
-                  {
-                    absl::MutexLock lock(&mu);
-                    share = idle.back();
-                    idle.pop_back();
-                  }
-                  ended[batch] = PrepareBatch(*share, batches[batch], progress, failed);
-                  if (!ended[batch].ok()) failed = true;
-                  absl::MutexLock lock(&mu);
-                  idle.push_back(share);
-                });
+  ForEachAtOnce(at_once, static_cast<int>(at_once), [&](int64_t s) {
+    const RegionTask& share = shares[static_cast<size_t>(s)];
+    for (size_t b = next++; b < batches.size() && !failed; b = next++) {
+      ended[b] = PrepareBatch(share, batches[b], progress, failed);
+      if (!ended[b].ok()) failed = true;
+    }
+  });
   // What ended a batch because of another says so less well.
   absl::Status first;
   for (const absl::Status& status : ended) {

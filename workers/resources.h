@@ -31,6 +31,11 @@ CgroupLimits OwnCgroupLimits();
 // the rest of each period.
 int DefaultThreads(const CgroupLimits& limits, int processors);
 int DefaultThreads();
+// The same for people, behind what a flag counts.
+inline constexpr char kDefaultThreadsHelp[] =
+    "0: one for each processor that it may run on, and no more than whole processors of its "
+    "control "
+    "group's quota.";
 
 // A worker's budget when nobody says one: 512 MiB, or half of the limit where that is less. The
 // other half is for what is not in the budget.

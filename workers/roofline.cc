@@ -135,9 +135,7 @@ class Bench {
     WriteOptions options;
     options.size_bytes = FileBytes();
     options.writes_at_once = kWritesAtOnce;
-    const int64_t buffer_bytes =
-        store_->WriteBufferBytes(FileBytes(), kBlockBytes) +
-        (kWritesAtOnce - 1) * store_->FurtherWriteBytes(FileBytes(), kBlockBytes);
+    const int64_t buffer_bytes = store_->BufferBytes(FileBytes(), kBlockBytes, kWritesAtOnce);
     options.buffer = {Memory(thread), static_cast<size_t>(buffer_bytes)};
     SP_ASSIGN_OR_RETURN(const auto writer, store_->Create(FileName(thread), options));
     for (int64_t at = 0; at < FileBytes(); at += kBlockBytes) {

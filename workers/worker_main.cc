@@ -40,9 +40,7 @@ ABSL_FLAG(std::string, worker_id, "",
 ABSL_FLAG(std::string, memory_budget, "auto",
           "Memory that the worker's buffers may take. auto: 512MiB, or half of the control group's "
           "limit where that is less.");
-ABSL_FLAG(int, threads, 0,
-          "Threads that prepare. 0: one for each processor that it may run on, and no more than "
-          "whole processors of its control group's quota.");
+ABSL_FLAG(int, threads, 0, absl::StrCat("Threads that prepare. ", shardprep::kDefaultThreadsHelp));
 ABSL_FLAG(std::string, device, "auto",
           "Where shuffles run: cpu, hip:N (GPU N; hip is hip:0), or auto:N: the faster of both, "
           "measured at start (auto is auto:0).");

@@ -20,10 +20,9 @@ using GpuStream = void*;
 // Thread safe. Calls that take no device act on the one that the calling thread selected last. Work
 // on one stream runs in the order in which it was queued, on two streams in any. Every call may
 // also return an error of earlier queued work, but not that of a call that failed at once: what is
-// refused fails nothing else. RESOURCE_EXHAUSTED: memory of host or device;
-// FAILED_PRECONDITION: no driver, no such device, or one that the compiled kernels do not run on;
-// INTERNAL: a call of ours was wrong; UNAVAILABLE: the device or its driver failed, and will not
-// work again in this process.
+// refused fails nothing else. RESOURCE_EXHAUSTED: memory of host or device; FAILED_PRECONDITION: no
+// driver, no such device, or one that the compiled kernels do not run on; INTERNAL: a call of ours
+// was wrong; UNAVAILABLE: the device or its driver failed, and will not work again in this process.
 class GpuRuntime {
  public:
   virtual ~GpuRuntime() = default;

@@ -89,8 +89,7 @@ absl::StatusOr<ObjectInfo> Stream(ObjectStore& store, const std::string& key,
                                   const std::string& bytes, int64_t reserve,
                                   const CommitGate& gate = CommitGate(), int writes_at_once = 1) {
   std::vector<uint8_t> buffer(
-      static_cast<size_t>(store.WriteBufferBytes(1 << 30, reserve) +
-                          (writes_at_once - 1) * store.FurtherWriteBytes(1 << 30, reserve)));
+      static_cast<size_t>(store.BufferBytes(1 << 30, reserve, writes_at_once)));
   auto writer = store.Create(key, {.size_bytes = static_cast<int64_t>(bytes.size()),
                                    .buffer = absl::MakeSpan(buffer),
                                    .writes_at_once = writes_at_once});

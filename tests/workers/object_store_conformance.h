@@ -122,9 +122,7 @@ class ObjectStoreConformance : public testing::TestWithParam<StoreParam> {
     options.size_bytes = static_cast<int64_t>(bytes.size());
     options.writes_at_once = writes_at_once;
     std::vector<uint8_t> buffer(
-        static_cast<size_t>(store().WriteBufferBytes(options.size_bytes, largest) +
-                            (writes_at_once - 1) *
-                                store().FurtherWriteBytes(options.size_bytes, largest)),
+        static_cast<size_t>(store().BufferBytes(options.size_bytes, largest, writes_at_once)),
         0xee);
     options.buffer = absl::MakeSpan(buffer);
     auto writer = store().Create(key, options);

@@ -144,9 +144,7 @@ class StreamedWrite {
                 int writes_at_once = 1)
       : bytes_(std::move(bytes)), reserve_(reserve) {
     const auto size = static_cast<int64_t>(bytes_.size());
-    buffer_.resize(
-        static_cast<size_t>(store.WriteBufferBytes(size, reserve) +
-                            (writes_at_once - 1) * store.FurtherWriteBytes(size, reserve)));
+    buffer_.resize(static_cast<size_t>(store.BufferBytes(size, reserve, writes_at_once)));
     auto created = store.Create(
         key,
         {.size_bytes = size, .buffer = absl::MakeSpan(buffer_), .writes_at_once = writes_at_once});
